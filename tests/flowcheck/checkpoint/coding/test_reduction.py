@@ -155,6 +155,13 @@ def test_a_member_that_fails_ends_the_round(fails: Callable[[int], None]) -> Non
     encoded(shape, epoch=2, store=store)
 
 
+def test_stages_hold_up_no_process_that_ends() -> None:
+    found = list[threading.Thread]()
+    packet = torch.ones(SIZE, dtype=torch.uint8)
+    round_with(Shape(2, 1, 1), dist.HashStore(), lambda sums: found.append(threading.current_thread()), packet, packet)
+    assert found and all(one.daemon for one in found)
+
+
 @pytest.mark.parametrize("where", ["sum", "packet"])
 def test_a_member_that_sends_what_it_has_not_ends_the_round(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less than was asked for, which gloo does not notice, and another byte in what is added up."""
