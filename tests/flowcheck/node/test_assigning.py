@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parser.observer import Observer
 from parser.placers import Placers
 
 from flowcheck.control.protocol import Flows, Manifest, Wanted
@@ -131,20 +134,31 @@ def test_it_is_refused_by_name(node: Callable[..., Node], sessions: list[FakeSes
 
 
 class Asked:
-    """Assigning whose process is a word of the test: `says` is what it answers next."""
+    """Assigning whose process is a word of the test: `says` is what it answers next. given: what it was asked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.script, self.said = folder / "answers.py", []
+        self.script, self.given = folder / "answers.py", folder / "given"
+        self.said: list[str] = []
+        self.events: list[dict[str, Any]] = []
         monkeypatch.setattr(module, "MODULE", "answers")
         monkeypatch.setenv("PYTHONPATH", str(folder))
         self.ring = MemoryRing()
         self.placers = Placers([self.ring.ring_address])
         self.now = 0.0
-        self.at = Assigning([self.ring.ring_address], [], lambda event, **fields: self.said.append(event),
-                            lambda: self.now)
+        self.at = Assigning([self.ring.ring_address], {5, 3}, self._say, lambda: self.now)
+
+    def _say(self, event: str, **fields: Any) -> None:
+        self.said.append(event)
+        self.events.append(fields)
 
     def says(self, text: str, status: int = 0) -> None:
-        self.script.write_text(f"import sys\nsys.stdin.read()\nprint({text!r})\nsys.exit({status})\n")
+        self.script.write_text(f"import sys\nopen({str(self.given)!r}, 'wb').write(sys.stdin.buffer.read())\n"
+                               f"print({text!r})\nsys.exit({status})\n")
+
+    def question(self) -> tuple[dict[str, Any], bytes]:
+        """The last one: what it was told, and what comes after that line."""
+        line, _, rest = self.given.read_bytes().partition(b"\n")
+        return json.loads(line), rest
 
     def turn(self) -> bool:
         """One question, and its answer."""
@@ -182,6 +196,107 @@ def test_what_fits_nothing_is_asked_twice(asked: Asked) -> None:
     with pytest.raises(UserError, match="fits nothing"):
         asked.at.of({"run_id": "b"}, FLOWS)
     assert asked.at.of({"run_id": "c"}, FLOWS) is None, "another description is another question"
+
+
+def test_what_the_process_is_told(asked: Asked) -> None:
+    """The job without its connections, those that have no channel, the node's free cores, and what was on the wire."""
+    asked.says('{"early": "1.0 of 3"}')
+    assert asked.at.look() is False, "nobody wants to know"
+    asked.at.of({"run_id": "a", "flows": [{"channel": 0}]}, FLOWS)
+    packets = traffic(job_of(), 4)
+    asked.ring.put(packets)
+    assert asked.turn() is False
+    told, starts = asked.question()
+    assert told.keys() == {"job", "flows", "observed", "cores"}
+    assert (told["job"], told["flows"], told["cores"]) == ({"run_id": "a", "flows": []}, FLOWS, [3, 5])
+    seen = Observer(messages=True)
+    ring = MemoryRing()
+    ring.put(packets)
+    seen.drain(ring.ring_address)
+    assert [(bytes.fromhex(one["src"]), bytes.fromhex(one["dst"]), one["id"]) for one in told["observed"]] == [
+        (one["src"], one["dst"], one["id"]) for one in seen.flow_list()]
+    assert starts == seen.start_records().tobytes() and len(starts) > 0
+
+
+def test_enough_is_enough(asked: Asked) -> None:
+    """Neither a packet more than LEAST, nor than twice as many, nor a moment longer than the pause."""
+    asked.says('{"early": "1.0 of 3"}')
+    asked.at.of({}, FLOWS)
+    for packets in (module.LEAST, module.LEAST):
+        asked.ring.put([(1, bytes(64))] * (packets - 1))
+        assert asked.at.look() is False and asked.at._process is None
+        asked.ring.put([(1, bytes(64))])
+        assert asked.at.look() is False and asked.at._process is not None
+        asked.at._process.wait(LONGEST)
+        assert asked.at.look() is False and asked.at._process is None
+
+
+def test_a_process_is_looked_for_in_a_session_of_its_own_and_leaves_nothing(asked: Asked) -> None:
+    asked.script.write_text("import time\ntime.sleep(600)\n")
+    before = len(os.listdir("/proc/self/fd"))
+    asked.at.of({}, FLOWS)
+    asked.ring.put([(1, bytes(64))] * module.LEAST)
+    asked.at.look()
+    process = asked.at._process
+    assert process is not None and os.getsid(process.pid) == process.pid
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "its answer"
+    asked.at.rest()
+    assert len(os.listdir("/proc/self/fd")) == before and not Path(f"/proc/{process.pid}").exists()
+    asked.at.rest()
+
+
+def test_what_is_said_of_an_answer(asked: Asked) -> None:
+    """How long it took since it was begun, and what the look came too late for."""
+    asked.says('{"early": "1.0 of 3"}')
+    asked.now = 100.0
+    asked.at.of({}, FLOWS)
+    assert asked.turn() is False
+    asked.now = 200.0
+    assert asked.at.of({"run_id": "told again"}, FLOWS) is None and asked.said == ["assigning"]
+    asked.says('{"flows": [{}, {}, {}], "spare": 1, "unseen": 2, "unproven": "found"}')
+    asked.now = 207.00149
+    asked.at._taps[0].missed = 5
+    assert asked.turn() is True
+    assert asked.events[-1] == {"connections": 3, "spare": 1, "unseen": 2, "seconds": 107.001, "missed": 5}
+    assert asked.said == ["assigning", "assigned"] and asked.at.look() is False
+    assert asked.at.of({"run_id": "again"}, [dict(reversed(FLOWS[0].items()))]) == {
+        "flows": [{}, {}, {}], "unproven": "found"}, "in whatever order they are described"
+    assert asked.at.of({}, [{**FLOWS[0], "qpns": [8]}]) is None and asked.said[-1] == "assigning", "others are unknown"
+
+
+def test_other_connections_are_looked_for_anew(asked: Asked) -> None:
+    """What was seen, what was refused and what was waited for was of those before."""
+    asked.says(REFUSED)
+    asked.at.of({}, FLOWS)
+    assert asked.turn() is False
+    other = [{**FLOWS[0], "qpns": [8]}]
+    asked.now = 50.0
+    assert asked.at.of({}, other) is None and asked.said == ["assigning"] * 2 and asked.at._due == module.LEAST
+    assert asked.events[-1] == {"connections": 1, "why": module.WHY}
+    assert asked.turn() is False, "it is doubted anew"
+    assert asked.question()[0]["flows"] == other
+    assert asked.turn() is True
+    with pytest.raises(UserError, match="fits nothing") as refused:
+        asked.at.of({}, other)
+    assert (refused.value.where, refused.value.remedy) == ("connections", "another")
+    assert asked.at.of({"run_id": "b"}, other) is None and asked.said == ["assigning"] * 3, "nothing was kept"
+    assert asked.turn() is False
+
+
+def test_an_answer_that_is_under_way_is_of_the_question_before(asked: Asked) -> None:
+    asked.script.write_text("import time\ntime.sleep(600)\n")
+    asked.at.of({"run_id": "a"}, FLOWS)
+    asked.ring.put([(1, bytes(64))] * module.LEAST)
+    asked.at.look()
+    process = asked.at._process
+    assert process is not None and asked.at.of({"run_id": "a"}, FLOWS) is None
+    assert asked.at._process is process, "asked again it goes on"
+    assert asked.at.of({"run_id": "b"}, FLOWS) is None
+    assert asked.at._process is None and process.returncode is not None
+    asked.says('{"early": "1.0 of 3"}')
+    assert asked.at.look() is False and asked.at._process is not None, "what was seen is enough at once"
+    asked.at._process.wait(LONGEST)
+    assert asked.question()[0]["job"]["run_id"] == "b"
 
 
 def test_it_is_asked_anew_with_twice_as_much_and_not_at_once(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:

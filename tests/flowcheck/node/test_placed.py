@@ -28,6 +28,8 @@ def test_the_others_of_the_group_that_was_decided(tmp_path: Path) -> None:
     assert placed() == [("a", 1), ("b", 2), ("d", 4)]  # it has not changed, and is not read again
     write(replace(decided, parity=None).text(), 20)
     assert placed() == []
+    write(decided.text(), 20)
+    assert placed() == []  # nobody is an answer, too
     write(decided.text(), 30)
     assert len(placed()) == 3
     write(b"\xff", 40)
