@@ -91,8 +91,7 @@ def _made(
     replica: JobReplica, plan: JobPlan, loaded: Loaded, journal: Journal, job: JobText, wanted: Version, work: Path
 ) -> Path:
     clock = Clock(job.first)
-    values = [dict(group["options"]) for group in loaded.manifest["optimizer"].get("groups", [])]
-    replica.start(loaded.parameters, loaded.optimizer_state, loaded.step, values)
+    replica.start(loaded.parameters, loaded.optimizer_state, loaded.step)
     for number in range(loaded.step, wanted.step):
         entry, iteration = journal.made(number), clock.iteration(number)
         replica.begin(iteration, entry.record.values())

@@ -80,6 +80,8 @@ def test_engines_are_those_of_the_devices_numa_node_and_nobody_elses(machine: Pa
     dma = {"dump": "dma", "engines": "auto"}
     planned = plan(machine, {"device": NIC} | dma, {"device": FAR} | dma)
     assert [(one.node, one.live.engines) for one in planned] == [(1, ("0000:80:01.0",)), (0, ("0000:00:01.0",))]
+    anywhere = plan(machine, {"device": "ring"} | dma, {"device": "null"} | dma)
+    assert [one.live.engines for one in anywhere] == [("0000:00:01.0",), ("0000:80:01.0",)], "what was given is taken"
     both = plan(machine, {"device": NIC, "queues": 2} | dma)
     assert both[0].live.engines == ("0000:80:01.0", "0000:80:01.1")
     named = {"device": "ring", "dump": "dma", "engines": ["0000:80:01.0"]}

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from flowcheck.control.protocol import Joined, Manifest, Notice, Wanted
-from flowcheck.node.membership import Membership
+from flowcheck.node import membership as module
+from flowcheck.node.membership import ABSENT_SECONDS, LOOK_SECONDS, Membership
 
 from .group_scene import Peer
 
@@ -105,3 +106,63 @@ def test_who_has_left_is_let_go_by_the_group() -> None:
     second = joined(at, 0, instance="one")
     at.leave(first.member)
     assert at.members == {0: second.member} and at._gone == [first.member, first.member]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+def test_ranks_that_do_not_come_are_named_once_in_each_start(clock: Clock) -> None:
+    at = Membership()
+    assert at.absent() == [], "nobody has come: there is no job"
+    first = joined(at, 1, ("night", 3, 4), instance="one")
+    clock.now += ABSENT_SECONDS - 0.25
+    assert at.absent() == []
+    joined(at, 2, ("night", 3, 4))
+    clock.now += LOOK_SECONDS
+    assert at.absent() == [0, 3], "counted from the first one"
+    clock.now += LOOK_SECONDS
+    assert at.absent() == []
+    at.leave(first.member)
+    joined(at, 1, ("night", 3, 4), instance="two")
+    clock.now += ABSENT_SECONDS
+    assert at.absent() == [0, 2, 3]
+
+
+def test_ranks_are_counted_no_more_often_than_once_in_a_second(clock: Clock) -> None:
+    at = Membership()
+    joined(at, 0)
+    clock.now += ABSENT_SECONDS - 0.25
+    assert at.absent() == []
+    clock.now += LOOK_SECONDS - 0.25
+    assert at.absent() == [], "they would be absent, and it is not looked"
+    clock.now += 0.25
+    assert at.absent() == [1]
+
+
+def test_a_job_that_all_have_left_lacks_nobody_and_is_counted_anew(clock: Clock) -> None:
+    at = Membership()
+    first = joined(at, 0)
+    at.leave(first.member)
+    clock.now += ABSENT_SECONDS
+    assert at.absent() == []
+    joined(at, 0)
+    clock.now += LOOK_SECONDS
+    assert at.absent() == [], "the first of those that are here has just come"
+    joined(at, 1)
+    clock.now += ABSENT_SECONDS
+    assert at.absent() == [] and at._named == 0, "all are here: who goes later may yet be named"
+    at.leave(at.members[1])
+    clock.now += LOOK_SECONDS
+    assert at.absent() == [1]

@@ -25,12 +25,12 @@ from .journal_scene import Source, journal_job
 
 
 class Kept:
-    """A copy of a source's step, and its journal since then. base: that step."""
+    """A copy of a source's step, and its journal since then. base: that step, of which `before` came first."""
 
-    def __init__(self, source: Source, folder: Path, steps: int = 5) -> None:
+    def __init__(self, source: Source, folder: Path, steps: int = 5, before: int = 2) -> None:
         self.source, self.run = source, folder / "lane" / "run" / "epoch-0"
-        source.step()
-        source.step()
+        for _ in range(before):
+            source.step()
         self.base = source.write(self.run)
         self.journal = Journal(self.run / "journal")
         self.journal.begin(source.said)
@@ -72,6 +72,12 @@ def test_equal_bits(tmp_path: Path, options: dict[str, object]) -> None:
         same(path, tmp_path / "truth" / "step-000012")
         assert load_step(path).parameters["mean"].tolist() == [11.0] * 3
         assert not (kept.journal.folder / "redo").exists() and sorted(kept.run.glob("step-*")) == [kept.base, path]
+
+
+def test_the_first_iteration_has_buckets_of_its_own(source: Source, tmp_path: Path) -> None:
+    """DDP orders them anew after it: what begins with the first version takes both orders."""
+    assert source.job.bucket_layout(0) != source.job.bucket_layout(1)
+    same(Kept(source, tmp_path, steps=3, before=0).made(), tmp_path / "truth" / "step-000008")
 
 
 def test_the_newest_that_is_proved_and_reached(source: Source, tmp_path: Path) -> None:
