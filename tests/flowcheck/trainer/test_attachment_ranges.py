@@ -197,6 +197,23 @@ def test_an_answer_does_not_go_to_another_connection(training, hand_node) -> Non
 # -- nobody waits --------------------------------------------------------------------------------------------
 
 
+def test_an_answer_that_is_made_meanwhile_does_not_either(training, hand_node) -> None:
+    """The node that is connected again has asked for nothing yet, and numbers its requests anew."""
+    one, again = training(), list[Peer]()
+    peer, source = joined(one, hand_node), one.attachment._parts[0].source
+    asked(one, peer, 1, ALL)
+    answer = source.answer
+
+    def slowly(*given: Any) -> Any:
+        peer.close()
+        again.append(connected(one, hand_node))
+        return answer(*given)
+
+    source.answer = slowly
+    one.iterate()
+    assert [again[0].receive()[0]["type"] for _ in range(3)] == ["flows", "manifest", "record"]
+
+
 def test_nobody_waits_for_a_node_that_asks_for_ranges(training, hand_node) -> None:
     """At the boundary where the job is known, and at no other; and no state goes up."""
     one = training(max_stall_s=3600.0, layer=Every(), **ADAM)

@@ -339,6 +339,33 @@ def test_a_state_is_the_one_of_its_boundary(training, hand_node) -> None:
     assert not torch.equal(one.values["weight"], then["model.weight"])
 
 
+def test_a_state_of_a_device_is_copied_to_the_host(training, hand_node) -> None:
+    """There is none here: what is asked of such a tensor is looked at."""
+    asked: list[tuple[str, bool]] = []
+
+    class OfDevice(torch.Tensor):
+        def detach(self) -> OfDevice:
+            return self
+
+        def to(self, device: str, *, copy: bool) -> torch.Tensor:  # type: ignore[override]
+            asked.append((device, copy))
+            return torch.tensor([7.0])
+
+    one = training()
+    peer = joined(one, hand_node)
+    one.attachment._parts[0].part.state_dict = lambda: {"weight": torch.ones(1).as_subclass(OfDevice)}
+    one.optimizer.state[one.model.module.weight]["momentum_buffer"] = torch.ones(1).as_subclass(OfDevice)
+    peer.send("wanted", what=["state"], why="a state")
+    until(lambda: one.attachment._senders[0].wanted)
+    one.iterate()
+    peer.expect("record")
+    state = safetensors.torch.load(peer.receive()[1])
+    assert asked == [("cpu", True)] * 2
+    assert {name: value.tolist() for name, value in state.items()} == {
+        "model.weight": [7.0], "optimizer.weight.momentum_buffer": [7.0]
+    }
+
+
 def test_what_is_not_in_the_manifest_is_not_in_a_state(training, hand_node) -> None:
     """An optimizer may keep something of a tensor that it does not step, and things that are no tensors."""
     one = training(layer=Every())

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -72,80 +71,59 @@ def test_a_rank_that_says_nothing_is_named_after_a_while(monkeypatch: pytest.Mon
     assert 600 <= times[-1] < 601 and pauses[0] == together.POLL_SECONDS and 0.49 < pauses[-1] < 0.51
 
 
-@pytest.mark.parametrize("what", ["set", "check", "get"])
-def test_a_store_that_has_gone_is_an_error_of_ours(what: str) -> None:
+class Going:
+    """A store that goes when this is asked of a name that ends so."""
+
+    def __init__(self, what: str, ending: str) -> None:
+        self._goes = what, ending
+
+    def set(self, name: str, value: str) -> None:
+        self._may("set", name)
+
+    def check(self, names: list[str]) -> bool:
+        self._may("check", *names)
+        return True
+
+    def get(self, name: str) -> bytes:
+        self._may("get", name)
+        return b"flowcheck/recover/x"
+
+    def _may(self, asked: str, name: str) -> None:
+        what, ending = self._goes
+        if asked == what and name.endswith(ending):
+            raise dist.DistNetworkError("the connection was closed\nframe 1")
+
+
+@pytest.mark.parametrize(("what", "ending"), [
+    ("check", "/session"), ("get", "/session"), ("set", "/here/1"), ("check", "/all"), ("get", "/all"),
+])
+def test_a_store_that_has_gone_is_an_error_of_ours(what: str, ending: str) -> None:
     """Whatever is asked of it when rank 0, which has it, is gone: torch's own words, and what to do."""
+    with pytest.raises(EnvironmentProblem, match=r"rank 0 has not said what it can have: the connection was closed\n"):
+        together._Together(Going(what, ending), 1, 2).exchange({})
 
-    class Store:
-        def set(self, name: str, value: str) -> None:
-            self._may("set")
 
-        def wait(self, names: list[str], timeout: timedelta) -> None: ...
+@pytest.mark.parametrize(("what", "ending", "rank"), [
+    ("set", "/session", 0), ("check", "/here/2", 2), ("get", "/here/2", 2), ("set", "/all", 0), ("set", "/1/0", 0),
+])
+def test_who_was_asked_when_the_store_went_is_named(what: str, ending: str, rank: int) -> None:
+    with pytest.raises(EnvironmentProblem, match=f"rank {rank} has not said") as raised:
+        together._Together(Going(what, ending), 0, 3).exchange({})
+    assert raised.value.where == "recover" and raised.value.remedy
 
+
+@pytest.mark.parametrize(("what", "ending"), [
+    ("check", "x"), ("get", "x"), ("check", "/lives/2"), ("get", "/lives/2"),
+])
+def test_who_is_waited_for_when_the_store_goes_is_named(what: str, ending: str) -> None:
+    class Silent(Going):
         def check(self, names: list[str]) -> bool:
-            self._may("check")
-            return True
+            return super().check(names) and (names != ["x"] or ending == "x")
 
-        def get(self, name: str) -> bytes:
-            self._may("get")
-            return b"flowcheck/recover/x"
-
-        def _may(self, asked: str) -> None:
-            if asked == what:
-                raise dist.DistNetworkError("the connection was closed\nframe 1")
-
-    with pytest.raises(EnvironmentProblem, match="rank 0 has not said what it can have: the connection was closed"):
-        together._Together(Store(), 1, 2).exchange({})
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds in place of minutes; a store waits for one at least."""
-    for name, value in (("TOGETHER_SECONDS", 3.0), ("STEP_SECONDS", 1.0), ("BEAT_SECONDS", 0.1)):
-        monkeypatch.setattr(together, name, value)
-
-
-def test_a_rank_that_lives_is_waited_for_however_long_it_takes(quick: None) -> None:
-    store = dist.HashStore()
-    first, second = together._Together(store, 0, 2), together._Together(store, 1, 2)
-    with ThreadPoolExecutor(2) as threads:
-        heard = [threads.submit(rank.exchange, {}) for rank in (first, second)]
-        assert [one.result() for one in heard] == [[{}, {}]] * 2
-        waits = threads.submit(first.exchange, {"a": 1})
-        with second.busy(), pytest.raises(TimeoutError):
-            waits.result(3 * together.TOGETHER_SECONDS)
-        second.exchange({"b": 2})
-        assert waits.result() == [{"a": 1}, {"b": 2}]
-
-
-def test_a_rank_that_lives_is_waited_for_after_another_that_took_long(quick: None) -> None:
-    store = dist.HashStore()
-    first, *others = ranks = [together._Together(store, rank, 3) for rank in range(3)]
-    with ThreadPoolExecutor(3) as threads:
-        heard = [threads.submit(rank.exchange, {}) for rank in ranks]
-        assert [one.result() for one in heard] == [[{}, {}, {}]] * 3
-        waits = threads.submit(first.exchange, {"a": 1})
-        with others[1].busy():
-            with others[0].busy(), pytest.raises(TimeoutError):
-                waits.result(1.5 * together.TOGETHER_SECONDS)
-            second = threads.submit(others[0].exchange, {"b": 2})
-            with pytest.raises(TimeoutError):  # neither of them has given up
-                waits.result(together.STEP_SECONDS)
-        others[1].exchange({"c": 3})
-        assert waits.result() == second.result() == [{"a": 1}, {"b": 2}, {"c": 3}]
-
-
-def test_one_that_died_while_it_was_busy_is_not(quick: None) -> None:
-    store = dist.HashStore()
-    first, second = together._Together(store, 0, 2), together._Together(store, 1, 2)
-    with ThreadPoolExecutor(2) as threads:
-        heard = [threads.submit(rank.exchange, {}) for rank in (first, second)]
-        assert [one.result() for one in heard] == [[{}, {}]] * 2
-    with second.busy():
-        while not store.check([f"{second._session}/lives/1"]):
-            pass
-    with pytest.raises(EnvironmentProblem, match="rank 1 has not said what it can have"):
-        first.exchange({})
+    ranks = together._Together(Silent(what, ending), 0, 3)
+    ranks._session = "session"
+    with pytest.raises(EnvironmentProblem, match=r"rank 2 has not said .*: the connection was closed\n"):
+        ranks._get("x", 2, 0.0)
 
 
 # -- signs of life, by the clock -----------------------------------------------------------------------------
@@ -200,10 +178,11 @@ def test_a_rank_that_shows_nothing_new_is_silent_after_ten_minutes(monkeypatch, 
 def test_a_rank_whose_time_went_on_others_is_looked_at_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     at = Watched(monkeypatch, lambda now: "1 1", says=599)
     assert at.ranks._get("x", 1, at.now - 5) == b"said" and at.looked[0] == 0
-    at = Watched(monkeypatch, lambda now: "", says=1)
-    with pytest.raises(EnvironmentProblem):
-        at.ranks._get("x", 1, at.now - 5)
-    assert at.now == 1000
+    for late in (5, 0):
+        at = Watched(monkeypatch, lambda now: "", says=1)
+        with pytest.raises(EnvironmentProblem):
+            at.ranks._get("x", 1, at.now - late)
+        assert at.now == 1000
 
 
 # -- a session -----------------------------------------------------------------------------------------------

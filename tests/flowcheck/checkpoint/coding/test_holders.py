@@ -113,6 +113,29 @@ def test_groups_lie_across_leaves(leaves: int, per_leaf: int, replicas: int) -> 
             assert len(set(members)) == replicas
 
 
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_a_ring_survives_the_loss_of_a_leaf_if_that_can_be(replicas: int) -> None:
+    """Of one leaf no more follow each other than must, where others of the circle can come between them."""
+    for machines in range(replicas + 1, 2 * replicas):
+        for counts in partitions(machines):
+            placement, at = place_across(sites_of(counts), replicas), 0
+            for count in counts:
+                in_a_row = -(-count // (machines - count)) if count < machines else machines
+                assert placement.survives(range(at, at + count)) == (in_a_row < replicas), (counts, placement)
+                at += count
+
+
+def test_domains_are_dealt_by_name() -> None:
+    assert across_domains(["b", "a", "a", "b"], 2) == [1, 0, 2, 3]
+
+
+def test_groups_are_dealt_to_in_turn_while_they_have_room() -> None:
+    """That which got one longest ago comes first, and a full one gets none, however many a domain has."""
+    assert spread([0, 1, 2, 3, 4, 5], list("abcdef"), [2, 2, 2]) == [[0, 3], [1, 4], [2, 5]]
+    assert spread([0, 1, 2, 3], ["b", "b", "a", "a"], [3, 1]) == [[0, 2, 3], [1]]
+    assert spread([0, 1, 2, 3, 4], ["a"] * 5, [1, 4]) == [[1], [0, 2, 3, 4]]
+
+
 def test_racks_and_hosts_decide_where_leaves_do_not() -> None:
     """Two racks of two leaves each, two machines a leaf: pairs are of both racks."""
     sites = [Site(f"{rack}{leaf}{at}", f"{rack}{leaf}", f"{rack}{leaf}", rack) for rack in "ab" for leaf in "12"
