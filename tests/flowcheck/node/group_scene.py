@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from parser.placers import Placers
 import flowcheck.node.group
 from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
-from flowcheck.job.model import Job
+from flowcheck.job.model import BucketSlice, Job
 from flowcheck.lab.synth import example_job
 from flowcheck.node.common import Common
 from flowcheck.node.config import Api, Capture, Control, NodeConfig, Output, ReplicaSettings
@@ -25,6 +25,9 @@ from flowcheck.node.group import Group
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.silence import Arrivals
 from flowcheck.rebuild.events import Event
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
 
 from ..memory_ring import MemoryRing
 
@@ -93,6 +96,9 @@ class FakeSession:
 
     def announce(self, iteration: int) -> None:
         self.calls.append(("announce", iteration))
+
+    def patch(self, rank: int, message: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.calls.append(("patch", rank, message, dict(tensors)))
 
     def withdraw(self) -> None:
         self.calls.append(("withdraw",))
@@ -253,3 +259,33 @@ def fake_sessions() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flowcheck.node.group, "LiveSession", begin)
         yield begun
+
+
+@contextlib.contextmanager
+def scenes(folder: Path, **given: Any) -> Iterator[Callable[..., Scene]]:
+    """scene(**options): a group that begins FakeSessions, with files in that folder; `given` holds for all of them."""
+    made: list[Scene] = []
+    with fake_sessions() as begun:
+
+        def make(*args: Any, **options: Any) -> Scene:
+            made.append(Scene(folder, *args, **given | options))
+            made[-1].sessions = begun
+            return made[-1]
+
+        yield make
+        for one in made:
+            one.group.stop()
+
+
+def left_behind(path: Path, run_id: str, step: int, verified: bool = False, matches: int = 0) -> Path:
+    """A replica file of an earlier run. matches: checksums that had matched when its version was published."""
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
+    first: dict[str, Any] = {"path": path, "run_id": run_id, "step": step - bool(matches)}
+    with contextlib.closing(Replica({"w": torch.ones(3)}, spec, **first)) as replica:
+        if matches:
+            slot = replica.build(step, Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3]))
+            slot.apply(0, torch.ones(3))
+            replica.publish(slot, "unverified", (), matches)
+        if verified:
+            replica.mark_verified()
+    return path

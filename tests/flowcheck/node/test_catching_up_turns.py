@@ -148,6 +148,11 @@ def test_the_pause_is_over_at_its_end(turns: Turns) -> None:
     turns.begin(PAUSE)
 
 
+def test_a_machine_that_has_just_started_asks_at_once(turns: Turns) -> None:
+    turns.now = 0.0
+    turns.begin()
+
+
 def test_one_that_took_long_is_not_tried_again_for_longer(turns: Turns) -> None:
     turns.begin()
     turns.now += 5.0

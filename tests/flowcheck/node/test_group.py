@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.control.protocol import Bye, Flows, Holes, Manifest, Record, State, Wanted
+from flowcheck.control.protocol import Bye, Flows, Holes, Manifest, Patch, Record, State, Wanted
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
@@ -18,7 +18,7 @@ from flowcheck.node import membership
 from flowcheck.node.peering import digest_of
 from flowcheck.node.resync import Resync
 
-from .group_scene import Peer, Scene, fake_sessions, small_job
+from .group_scene import Peer, Scene, scenes, small_job
 
 NOTHING_KNOWN = Wanted(["manifest", "flows"], "nothing is known of the job yet")
 STATE_WANTED = Wanted(["state"], "the job is known; a state to begin with is not here")
@@ -28,13 +28,7 @@ RUN = ("synth-0", 0, 2)
 
 @pytest.fixture
 def scene(tmp_path) -> Iterator[Callable[..., Scene]]:
-    with fake_sessions() as begun:
-
-        def make(**options: Any) -> Scene:
-            made = Scene(tmp_path, **options)
-            made.sessions = begun
-            return made
-
+    with scenes(tmp_path) as make:
         yield make
 
 
@@ -148,7 +142,7 @@ def test_the_inbox_is_bounded(scene) -> None:
 
 # -- letters of an earlier start -------------------------------------------------------------------------------
 
-MESSAGES = [Record(3), Bye(), State(3), Flows([{"src": 0}]), Manifest({})]
+MESSAGES = [Record(3), Bye(), State(3), Flows([{"src": 0}]), Manifest({}), Patch(1, 3, [["w", 0, 1]])]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)

@@ -17,20 +17,14 @@ from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Lost, Resumed
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
-from .group_scene import FakeSession, Scene, fake_sessions, small_job
+from .group_scene import FakeSession, Scene, scenes, small_job
 
 PUBLISHED = Closed(6, True, "unverified", 1, 1, {}, 0, 0, 0)
 
 
 @pytest.fixture
-def scene(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
-    with fake_sessions() as begun:
-
-        def make(**options: Any) -> Scene:
-            made = Scene(tmp_path, **{"resync": "ranges", **options})
-            made.sessions = begun
-            return made
-
+def scene(tmp_path) -> Iterator[Callable[..., Scene]]:
+    with scenes(tmp_path, resync="ranges") as make:
         yield make
 
 

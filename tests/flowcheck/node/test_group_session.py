@@ -21,11 +21,9 @@ from flowcheck.node.silence import Silent
 from flowcheck.node.uploads import Uploads
 from flowcheck.node.user_states import ranks_in, user_folder
 from flowcheck.rebuild.events import Closed, Lost, Waiting
-from updater.optimizers import OptimizerSpec
-from updater.replica import Replica
 
 from ..hand_node import until
-from .group_scene import FakeReplica, Scene, fake_sessions, small_job
+from .group_scene import FakeReplica, Scene, left_behind, scenes, small_job
 
 MODEL = {"model.layer0.weight": torch.zeros(2), "optimizer.layer0.weight.exp_avg": torch.ones(2),
          "optimizer.layer0.weight.step": torch.ones(()), "optimizer.layer0.bias.step": torch.ones(()),
@@ -35,17 +33,8 @@ SECONDS = 120.0  # until a thread must have done something
 
 @pytest.fixture
 def scene(tmp_path) -> Iterator[Callable[..., Scene]]:
-    scenes: list[Scene] = []
-    with fake_sessions() as begun:
-
-        def make(*args: Any, **options: Any) -> Scene:
-            scenes.append(Scene(tmp_path, *args, **options))
-            scenes[-1].sessions = begun
-            return scenes[-1]
-
+    with scenes(tmp_path) as make:
         yield make
-        for one in scenes:
-            one.group.stop()
 
 
 def test_a_file_by_its_name_that_is_not_this_users_is_said(scene, tmp_path) -> None:
@@ -426,17 +415,6 @@ def test_progress_leaves_what_is_wanted_as_it_is(scene) -> None:
 
 
 # -- runs that follow each other -------------------------------------------------------------------------------------
-
-
-def left_behind(path: Path, run_id: str, step: int, verified: bool = False) -> Path:
-    """A replica file of an earlier run."""
-    replica = Replica(
-        {"w": torch.ones(3)}, OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})]), path=path, run_id=run_id, step=step
-    )
-    if verified:
-        replica.mark_verified()
-    replica.close()
-    return path
 
 
 def test_a_run_that_starts_from_step_0_keeps_the_replica_of_the_one_before(scene, tmp_path) -> None:

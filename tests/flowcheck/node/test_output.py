@@ -315,8 +315,8 @@ def test_a_checkpoint_for_which_there_is_no_thread_is_said(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         writer.write("a", replica, tmp_path, "")  # type: ignore[arg-type]
-    assert [(event, fields["why"]) for event, fields in said] == [
-        ("problem", f"step {replica.step} is not written: can't start new thread")] and not replica.pins
+    why = f"step {replica.step} is not written: can't start new thread"
+    assert said == [("problem", {"name": "a", "step": replica.step, "why": why})] and not replica.pins
     writer.write("a", replica, tmp_path, "")  # type: ignore[arg-type]
     writer.close()
     assert said[-1][0] == "written"
@@ -428,7 +428,7 @@ def test_a_node_ends_although_the_disk_hangs(tmp_path, monkeypatch: pytest.Monke
     writer.write("a", FakeReplica(hold=hold), tmp_path, "verified")  # type: ignore[arg-type]
     writer.close()
     (event, fields), = said
-    assert event == "problem" and "the disk has not taken it" in fields["why"]
+    assert event == "problem" and fields["name"] == "a" and "the disk has not taken it" in fields["why"]
     assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("flowcheck "))
     hold.set()
     writer.close()

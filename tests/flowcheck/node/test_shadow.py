@@ -32,7 +32,7 @@ from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
 from ..hand_api import KEY, TOKEN
-from .group_scene import FakeReplica, Scene, fake_sessions, small_job
+from .group_scene import FakeReplica, Scene, scenes, small_job
 from .live_scene import Live
 
 WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
@@ -61,17 +61,8 @@ def replica(shm: Path) -> Iterator[Callable[..., Replica]]:
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
     """scene(**options): a group of which the test is the thread."""
-    scenes: list[Scene] = []
-    with fake_sessions() as begun:
-
-        def made(**options: Any) -> Scene:
-            scenes.append(Scene(tmp_path, hashes=False, **options))
-            scenes[-1].sessions = begun
-            return scenes[-1]
-
-        yield made
-        for one in scenes:
-            one.group.stop()
+    with scenes(tmp_path, hashes=False) as make:
+        yield make
 
 
 # -- one version ---------------------------------------------------------------------------------------------------
