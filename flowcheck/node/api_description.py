@@ -77,7 +77,7 @@ def describe(open_path: str) -> dict[str, Any]:
             "/v1/versions/{id}/manifest.json": _get(
                 "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
                 {
-                    "200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **lost,
+                    "200": _answer("The manifest: docs/reference/checkpoint.md.", {"type": "object"}), **lost,
                     "503": _answer("A version in memory is hashed when its manifest is first asked for, and that is"
                                    " under way: ask again after Retry-After, `hashed` grows. Or, without `hashed`, as"
                                    " many versions of the replica are being read as may be.", _UNHASHED),
@@ -103,7 +103,7 @@ def describe(open_path: str) -> dict[str, Any]:
             f"{PIECES}/{{id}}/{STREAM}": {**file, "get": {
                 **file["get"], "summary": "A stream of parity.", "parameters": [_PIECE, _RANGE],
             }},
-            "/": _get("A page for people: how the node is.", {"200": _answer("HTML.", _TEXT, "text/html")}),
+            "/": _get("A page for people: how the node is.", {"200": _answer("The page.", _TEXT, "text/html")}),
             "/metrics": _get("The node's metrics: docs/reference/metrics.md.", {
                 "200": _answer("Prometheus' text form, or OpenMetrics for who accepts it.", _TEXT, "text/plain"),
                 "503": _answer("The node has said nothing so far.", _WHY),

@@ -45,7 +45,7 @@ NEEDED: dict[str, frozenset[int]] = {
 KEPT: dict[str, frozenset[int]] = {"af_xdp": frozenset({NET_ADMIN, SYS_ADMIN, BPF}), "pci": NEEDED["pci"]}
 
 _VERSION_3 = 0x20080522
-_PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _CLEAR_ALL = 23, 24, 38, 47, 4
+_PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 23, 24, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 _Made = TypeVar("_Made")
 LOOK_SECONDS = 0.1  # of the main thread, for signals, while another one opens a port
@@ -165,13 +165,12 @@ def _limit(to: Iterable[int]) -> None:
     bits = sum(1 << one for one in to)
     left = _held() & bits
     number = 0
-    while (bounded := _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0)) >= 0:
+    while (bounded := _libc.prctl(_PR_CAPBSET_READ, number)) >= 0:
         if bounded and number not in _Holder.always:
-            _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused without CAP_SETPCAP; the next line holds anyway
+            _libc.prctl(_PR_CAPBSET_DROP, number)  # refused without CAP_SETPCAP; the next line holds anyway
         number += 1
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")  # no program that it starts gets any back
-    _libc.prctl(_PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0)
-    data = (_Data * 2)()
+    data = (_Data * 2)()  # inheritable ones: none, and so no ambient ones either
     for i, half in enumerate(data):
         half.effective = half.permitted = left >> 32 * i & 0xFFFFFFFF
     _check(_libc.capset(ctypes.byref(_Header(_VERSION_3, 0)), data), "capset")

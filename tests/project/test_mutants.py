@@ -12,11 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 ROOMS = ("flowcheck/rebuild", "flowcheck/node", "flowcheck/control", "flowcheck/checkpoint", "updater")
-# Lists of names; what is tried in fresh processes alone; and a description, most of it prose, against which
-# tests/flowcheck/node/test_described.py holds every answer.
+# Lists of names; and what is tried in fresh processes alone.
 NOT_TRIED = {
-    "flowcheck/node/__main__.py", "flowcheck/node/allocator.py", "flowcheck/node/api_description.py",
-    "flowcheck/node/members.py", "flowcheck/node/rehearsal.py", "flowcheck/node/rights.py",
+    "flowcheck/node/__main__.py", "flowcheck/node/allocator.py", "flowcheck/node/members.py",
     "flowcheck/rebuild/events.py", "updater/errors.py",
 }
 
