@@ -231,10 +231,14 @@ class Fabric:
             self.mirrors = [Mirror.planned(self.config, node, rundir) for node in range(self.config.nodes)]
         for mirror in self.mirrors:
             mirror.apply()
+        if self._ovs is not None:
+            self._ovs.settle()
 
     def stop_mirror(self) -> None:
         for mirror in self.mirrors:
             mirror.remove()
+        if self._ovs is not None:
+            self._ovs.settle()
 
     def control_link(self, rank: int, up: bool) -> None:
         """Cut or restore a rank's cable to the control network; nothing that was sent is lost, TCP sends it again."""

@@ -56,6 +56,12 @@ class OpenVSwitch:
         self._control("ovs-vsctl", "set", "interface", bridge, f"mtu_request={mtu}")
         self._deepen(self._started[-1].pid, len(ports))
 
+    def settle(self) -> None:
+        """Until every flow does what the bridge says now. A purge passes over a flow that a thread is just looking at,
+        and a round of such looks that ends may have begun before the change: so two rounds, half a second each."""
+        for _ in range(2):
+            self._control("ovs-appctl", "revalidator/wait")
+
     def check(self) -> None:
         """Raises EnvironmentProblem if one of its daemons has died."""
         for process in self._started:
