@@ -134,6 +134,14 @@ def test_a_key_of_another_table_is_sent_there(tmp_path: Path) -> None:
         assert refused.value.where == f"{path}: {where}" and refused.value.what.startswith(what), refused.value.what
 
 
+def test_what_stands_nowhere_is_said_without_a_place(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('[capture]\ndevice = "d"\n')
+    with pytest.raises(UserError) as refused:
+        load(path)
+    assert (refused.value.what, refused.value.where) == ("Field required", f"{path}: control")
+
+
 def test_jobs_that_are_followed_are_counted_also_where_there_is_one(tmp_path: Path) -> None:
     for more, where in (("", "follow[0].group"), ('group = "b"\n[[follow]]\nmanifest = "c"\ngroup = 7\n',
                                                   "follow[1].group")):

@@ -184,3 +184,33 @@ def test_a_clock_that_was_set_back_gives_no_negative_time(scene: Scene) -> None:
     scene.now = 10.0
     scene.over(7)
     assert scene.resumed()[0]["seconds"] == 0.0
+
+
+def test_who_goes_on_later_than_it_ended_repeats_nothing(scene: Scene) -> None:
+    """Iterations that this node has not seen lie between; seconds have three digits."""
+    scene.over(7)
+    scene.now = 1100.00049
+    scene.ledger.restarted("run")
+    scene.now = 1200.0014
+    scene.ledger.attached(12)
+    scene.now = 1300.0026
+    scene.over(12)
+    assert scene.resumed() == [{"iteration": 12, "detected": 1100.0, "restored": 1200.001, "resumed": 1300.003,
+                                "seconds": 200.002, "repeated": 0}]
+
+
+def test_a_rank_that_goes_again_is_noticed_when_it_went_first(scene: Scene) -> None:
+    """And it is named each time."""
+    scene.over(7)
+    for at in (1100.0, 1200.0):
+        scene.now = at
+        scene.ledger.left(1)
+    scene.now = 1300.0
+    scene.ledger.restarted("run")
+    scene.ledger.attached(8)
+    scene.over(8)
+    assert [one["detected"] for one in scene.resumed()] == [1100.0]
+    assert [event for event, _ in scene.said] == ["left", "left", "came_back"]
+    scene.ledger.back(0)  # it was never away
+    scene.ledger.left(1)
+    assert scene.said[-1] == ("left", {"rank": 1, "iteration": 8})
