@@ -150,3 +150,41 @@ def test_a_chain_of_just_the_length_is_still_a_short_one(at: Scene) -> None:
     at.state()
     at.now, at.drops = at.now + SOON * 4 * OWN + 1, 3
     assert at.asking.uploads.lost() == OWN
+
+
+def test_a_look_is_due_when_its_time_is_over(at: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was dropped is dated by it."""
+    monkeypatch.setattr(uploads, "LOOK_SECONDS", 0.25)
+    at.state()
+    at.drops = 1
+    at.asking.uploads.lost()
+    at.now = OWN
+    assert at.asking.uploads.due()
+    at.now, at.drops = OWN + 0.25, 2
+    assert not at.asking.uploads.due()
+    at.now = OWN + QUIET
+    assert not at.asking.uploads.due()
+    at.now = OWN + QUIET + 0.25
+    assert at.asking.uploads.due()
+
+
+def test_versions_that_are_begun_by_ranges_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are begun again, at the pace of beginnings; once that cannot be, a state is asked for at the other pace."""
+    now, told, said, begun = [1000.0], list[Any](), list[tuple[str, dict[str, Any]]](), list[float]()
+    paces = Uploads, uploads.Beginnings
+    monkeypatch.setattr(uploads, "Uploads", lambda drops: paces[0](drops, lambda: now[0]))
+    monkeypatch.setattr(uploads, "Beginnings", lambda: paces[1](lambda: now[0]))
+    asking = Asking(told.append, lambda event, **fields: said.append((event, fields)), lambda: 0,
+                    lambda: begun.append(now[0]))
+    asking.ask("gone")
+    assert (begun, told, said) == ([1000.0], [], [])
+    asking.beginnings.begun()
+    asking.ask("gone again")
+    assert told == [Wanted([], ""), Notice("gone again; a state is asked for later")]
+    assert said == [("deferred", {"seconds": OWN, "why": paces[1].WHY})] and len(begun) == 1
+    now[0] += OWN
+    asking.again()
+    assert begun == [1000.0, 1000.0 + OWN] and told[2:] == [Notice("")]
+    asking.by_state()
+    asking.ask("no ranges any more")
+    assert told[3:] == [Wanted(["state"], "no ranges any more")] and len(begun) == 2

@@ -189,14 +189,14 @@ def test_a_clock_that_was_set_back_gives_no_negative_time(scene: Scene) -> None:
 def test_who_goes_on_later_than_it_ended_repeats_nothing(scene: Scene) -> None:
     """Iterations that this node has not seen lie between; seconds have three digits."""
     scene.over(7)
-    scene.now = 1100.00049
+    scene.now = 1100.0018
     scene.ledger.restarted("run")
     scene.now = 1200.0014
     scene.ledger.attached(12)
     scene.now = 1300.0026
     scene.over(12)
-    assert scene.resumed() == [{"iteration": 12, "detected": 1100.0, "restored": 1200.001, "resumed": 1300.003,
-                                "seconds": 200.002, "repeated": 0}]
+    assert scene.resumed() == [{"iteration": 12, "detected": 1100.002, "restored": 1200.001, "resumed": 1300.003,
+                                "seconds": 200.001, "repeated": 0}]
 
 
 def test_a_rank_that_goes_again_is_noticed_when_it_went_first(scene: Scene) -> None:
@@ -214,3 +214,19 @@ def test_a_rank_that_goes_again_is_noticed_when_it_went_first(scene: Scene) -> N
     scene.ledger.back(0)  # it was never away
     scene.ledger.left(1)
     assert scene.said[-1] == ("left", {"rank": 1, "iteration": 8})
+
+
+def test_what_comes_before_any_start_fails_nothing() -> None:
+    """Not even where the start has no name."""
+    said: list[str] = []
+    ledger = Ledger(lambda event, **_: said.append(event), lambda: 1000.0)
+    ledger.left(1)
+    ledger.bye(2)
+    ledger.left(2)
+    assert said == []
+    ledger.over(7)
+    ledger.left(0)
+    ledger.restarted("")
+    ledger.attached(7)
+    ledger.over(7)
+    assert said == ["left"]

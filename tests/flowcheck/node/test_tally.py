@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowcheck.node import tally as module
+from flowcheck.node.saying import Events
 from flowcheck.node.tally import BUCKETS, EVENTS, MOST_GROUPS, ROWS, Tally
 
 from .told_scene import START, Clock, attached, iteration, tally, times
@@ -102,6 +103,12 @@ def test_the_last_complete_step_is_that_of_what_was_published() -> None:
     assert (group(made)["stale"], group(made)["lag"], group(made)["status"]) == (9, 3, "unverified")
     made.hear(*iteration(8))
     assert (group(made)["step"], group(made)["step_time"]) == (9, START + 10)
+
+
+def test_what_is_summed_and_what_is_the_newest() -> None:
+    made = group(tally(iteration(1, patched=7, missing={"lost": 1}), iteration(2, patched=5, missing={"lost": 2}),
+                       times(1, slack=-1.0), times(2, slack=-2.0), times(3, slack=-3.0)))
+    assert (made["patched"], made["late"], made["slack"]) == (12, 3, -0.003) and made["missing"] == {"lost": 3}
 
 
 def test_a_count_that_goes_back_is_not_taken_away() -> None:
@@ -277,6 +284,13 @@ def test_events_that_somebody_should_read() -> None:
     assert told[2] == {"event": "silent", "time": START, "text": "no packet", "name": "dp0"}
 
 
+def test_a_line_of_the_list_has_its_time_and_neither_name_nor_job() -> None:
+    clock = Clock()
+    clock.now += 0.12349
+    (told,) = tally(("left", {"name": "dp0", "job": "run-7", "rank": 1}), clock=clock).document()["events"]
+    assert told == {"event": "left", "time": START + 0.123, "text": "rank 1", "name": "dp0"}
+
+
 def test_moments_are_shown_as_people_read_them() -> None:
     made = tally(("came_back", {"name": "dp0", "iteration": 6, "detected": 1e9, "restored": 1e9 + 2, "resumed": 1e9 + 4,
                                 "seconds": 4.0, "repeated": 0}))
@@ -335,6 +349,25 @@ def test_a_document_is_plain_and_does_not_change_afterwards() -> None:
     assert json.dumps(before) == text
     assert made.document(rows=1)["groups"][0]["rows"][0]["iteration"] == 2
     assert made.document(rows=0)["groups"][0]["rows"] == []
+
+
+def test_a_document_is_of_its_node_and_its_moment() -> None:
+    """And has what is wrong by then."""
+    clock = Clock()
+    made = tally(("unstored", {"name": "dp0", "why": "no room", "again": 5.0}), clock=clock)
+    clock.now += 90
+    told = made.document()
+    assert told.keys() == {"node", "started", "time", "groups", "counts", "events", "wrong"}
+    assert (told["node"], told["started"], told["time"]) == ("node-a", START, START + 90)
+    assert told["wrong"] == [{"what": "unstored", "name": "dp0", "since": START, "text": "no room"}]
+
+
+def test_what_standard_output_says_by_itself_is_counted_too(capfd: pytest.CaptureFixture[str]) -> None:
+    made = Tally("n")
+    with Events(False, None) as say:
+        made.beside(say)("listening")
+        say._tell("unsaid", count=3, why="w")
+    assert made.document()["counts"] == {"listening": {"": 1}, "unsaid": {"": 1}}
 
 
 def test_groups_are_sorted_by_name() -> None:
