@@ -13,29 +13,11 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from dataplane.live import live_memory
 from dataplane.memory import EAL_TABLES_MB
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.budget import Budget, MachineFacts, ask, budget, pause_ms
+from flowcheck.node.budget import Budget, ask, budget, pause_ms
 from flowcheck.node.captures import PlannedCapture, plan_captures
-from flowcheck.node.config import NodeConfig
 from flowcheck.node.shadow import OPEN
 
-GB = 1 << 30
-CONTROL = {"listen": "localhost:1", "token_file": "t"}
-ROOMY = MachineFacts(
-    available=200 * GB, huge_free=0, huge_by_node={}, cpus=frozenset(range(8)), speeds={}, rx_queues={},
-    engine_nodes={}, node_cpus={},
-)
-
-
-def config(*captures: dict[str, Any], **others: Any) -> NodeConfig:
-    return NodeConfig.model_validate({"control": CONTROL, "capture": list(captures), **others})
-
-
-def made(facts: MachineFacts, *captures: dict[str, Any], at: tuple[int, ...] = (), **others: Any) -> Budget:
-    """at: NUMA nodes of the captures' devices."""
-    settings = config(*captures, **others)
-    planned = plan_captures(settings, Path("/none such"))
-    return budget(settings, [replace(one, node=node) for one, node in zip(planned, at, strict=True)] if at else planned,
-                  facts)
+from .budget_scene import GB, ROOMY, config, made
 
 
 # -- pauses ----------------------------------------------------------------------------------------------------
