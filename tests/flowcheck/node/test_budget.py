@@ -19,7 +19,6 @@ from flowcheck.node.shadow import OPEN
 
 from .budget_scene import GB, ROOMY, config, made
 
-
 # -- pauses ----------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,8 @@ from flowcheck.node.captures import plan_captures
 
 from .budget_scene import GB, ROOMY, config, made
 
-UNSET = "replica.memory_mb is not set: a job may take 65536 MB, and {} MB are left. A smaller bound refuses such a job" \
-        " before it begins"
+UNSET = ("replica.memory_mb is not set: a job may take 65536 MB, and {} MB are left. A smaller bound refuses such a job"
+         " before it begins")
 SLOW = "packet memory without huge pages: too slow for line rate"
 
 
