@@ -22,6 +22,7 @@ __all__ = ["Membership"]
 
 ABSENT_SECONDS = 10.0  # that a rank may come later than the first one
 LOOK_SECONDS = 1.0
+NOTHING = Wanted(["manifest", "flows"], "nothing is known of the job yet")
 
 
 class Membership:
@@ -35,7 +36,7 @@ class Membership:
         self._instances: dict[int, str] = {}  # of this start, by rank
         self._own_id = ""  # of this start, for a job that says none
         self._manifest: Manifest | None = None  # of this start
-        self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+        self._wanted = NOTHING
         self._notice = Notice("")
         self._looked, self._first = 0.0, 0.0  # when; and when the first of those that are here had come
         self._named = 0  # the start whose absent ranks were said
@@ -59,7 +60,7 @@ class Membership:
                 self._start += 1
                 self._own_id = new_run_id()
                 self.members.clear()
-                self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+                self._wanted = NOTHING
             if not self.members:
                 self._first = time.monotonic()
             self._instances[member.rank] = instance

@@ -77,6 +77,14 @@ def test_a_rank_that_comes_back_belongs_to_the_same_start(instances: tuple[str, 
     assert other.ended == []
 
 
+def test_who_names_no_instance_has_none() -> None:
+    at = Membership()
+    first, back = Peer(0), Peer(0)
+    assert at.join(RUN, first.member) == ""
+    at.leave(first.member)
+    assert at.join(RUN, back.member, "") == "" and back.member.start == first.member.start
+
+
 def test_another_instance_of_a_rank_is_a_job_that_was_started_again() -> None:
     """All that is known of the one before goes, and so do its connections."""
     at = Membership()
