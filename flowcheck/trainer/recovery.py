@@ -346,7 +346,7 @@ def _fresh(
 ) -> Recovered:
     """Nothing can be had: a fresh start, if there was nothing and everybody said so."""
     absent = sorted({why for one in said for why in one["absent"]})
-    withheld = sorted({why for one in said for why in one.get("withheld", [])})
+    withheld = sorted({why for one in said for why in one["withheld"]})
     other = sorted({one["other"] for one in said if one["lacks"]})
     if step is not None or passed or any(held):
         have = "; ".join(f"rank {rank}: {_steps(one)}" for rank, one in enumerate(held))

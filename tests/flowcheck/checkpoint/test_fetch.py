@@ -58,9 +58,10 @@ def check(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize(("name", "value"), [
     *[("out", value) for value in (5, None, b"x", "a\0b")], *[("nodes", value) for value in (5, None, b"h:1", [5])],
-    *[("token", value) for value in (None, 5, b"x", "\ud800" * 20, "")], *[("run_id", value) for value in (5, b"x")],
-    *[("shard", value) for value in (5, b"x")], *[("step", value) for value in ("5", True, -1, 1.0)],
-    *[("seconds", value) for value in (None, 0, -1.0, "5", True, float("inf"), float("nan"))],
+    *[("token", value) for value in (None, 5, b"x", "\ud800" * 20, "\udfff" * 20, "")],
+    *[(name, value) for name in ("run_id", "shard") for value in (5, b"x")],
+    *[("step", value) for value in ("5", True, -1, 1.0)],
+    *[("seconds", value) for value in (None, 0, -1.0, "5", True, 1e6 + 1, float("inf"), float("nan"))],
     *[("ca", value) for value in (5, "a\0b")], *[("format", value) for value in (5, None, "zip")],
 ])
 def test_arguments_that_cannot_be(tmp_path: Path, name: str, value: Any) -> None:
@@ -68,6 +69,15 @@ def test_arguments_that_cannot_be(tmp_path: Path, name: str, value: Any) -> None
     with pytest.raises(UserError) as caught:
         flowcheck.fetch(**named)
     assert caught.value.where == name and caught.value.remedy and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("named", [
+    {"seconds": 1e-9}, {"seconds": 1}, {"seconds": module.LONGEST}, {"step": 0}, {"run_id": ""}, {"shard": ""},
+    {"nodes": ["h:1"]}, {"token": "\ud7ff" * 20}, {"token": "\ue000" * 20}, {"ca": "system"}, {"ca": "a.pem"},
+], ids=str)
+def test_arguments_at_their_bounds_are_taken(named: dict[str, Any]) -> None:
+    module._check(**{"nodes": "h:1", "token": TOKEN, "run_id": None, "shard": None, "step": None, "seconds": 1.0,
+                     "ca": "", **named})
 
 
 def test_what_is_said_of_it(api: HandApi, tmp_path: Path) -> None:
@@ -135,10 +145,10 @@ def test_the_model_alone_as_transformers_has_it(
     path = fetch(api, tmp_path, "hf").path
     files = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert sorted(one.name for one in path.iterdir()) == ["flowcheck.json", *files, "model.safetensors.index.json"]
-    assert json.loads((path / "model.safetensors.index.json").read_text()) == {
+    assert (path / "model.safetensors.index.json").read_text() == json.dumps({
         "metadata": {"total_size": 68},
         "weight_map": {"a": files[0], "big": files[1], "b": files[2], "c": files[2], "empty": files[2]},
-    }
+    }, indent=2) + "\n"  # as its own, for people, too
     found = {name: load_file(path / name) for name in files}
     assert {key: one.tolist() for held in found.values() for key, one in held.items()} == model
     with safe_open(path / files[0], "pt") as opened:

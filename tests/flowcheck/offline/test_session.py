@@ -3,31 +3,20 @@
 The engine says what a test has set; replica, files and report are real. Nothing here needs DPDK.
 """
 
-import contextlib
 import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from parser.machine import Engine, choose_placing, placing
-from rich.console import Console
 
-from dataplane.pcapfile import PcapInfo
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.errors import UserError
-from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate, sharded_job
-from flowcheck.offline.session import ReplayOptions, ReplaySession
-from flowcheck.rebuild.calibration import DEFAULT, question
-from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica
-from parser.chunk_layout import Protocol
-from tests.flowcheck.by_hand import Replayed, begin_session, info
-from tests.flowcheck.memory_ring import MemoryRing
-from updater.choosing import cache_file, key
+from flowcheck.lab.synth import example_job, sharded_job
+from flowcheck.offline.gradients import read_gradients
+from flowcheck.rebuild.events import Lost
+from tests.flowcheck.by_hand import Replayed, begin_session
 
 Begin = Callable[..., Replayed]
 
@@ -250,6 +239,23 @@ def test_at_most_eight_disagreements_are_told(begin: Begin) -> None:
     assert [f"iteration {n}" in note for n, note in zip(range(10, 18), report["notes"], strict=True)] == [True] * 8
 
 
+def test_gradients_are_kept_where_that_is_asked_for_and_withdrawn_with_the_checkpoints(begin: Begin) -> None:
+    """Of an iteration that lacks an element of each tensor none."""
+    plain = begin(into="plain")
+    plain.close(0)
+    assert not list(plain.out.glob("gradients-*"))
+    replayed = begin(gradients=True)
+    names = [entry.name for entry in replayed.session.plan.job.model]
+    replayed.close(3, 4, 5, without=(4,))
+    paths = {number: replayed.out / f"gradients-00000{number}.safetensors" for number in (3, 4, 5)}
+    assert sorted(replayed.out.glob("gradients-*")) == sorted(paths.values())
+    assert {number: sorted(read_gradients(path)) for number, path in paths.items()} == {
+        3: sorted(names), 4: [], 5: sorted(names)}
+    replayed.engine.tags = {0: 1, 1: 0}
+    replayed.finish()
+    assert not list(replayed.out.glob("gradients-*"))
+
+
 # -- the chain ----------------------------------------------------------------------------------------------
 
 
@@ -260,6 +266,14 @@ def test_nothing_is_built_upon_an_iteration_that_is_missing(begin: Begin) -> Non
     report, failure = replayed.finish()
     assert replayed.steps() == [1, 2] and failure == "1 of 5 iterations are incomplete, the first is 2"
     assert report["checkpoint"]["step"] == 2
+
+
+def test_why_no_version_was_built_any_more_is_told(begin: Begin) -> None:
+    replayed = begin()
+    replayed.close(0, 1)
+    assert replayed.take([Lost("the updater gave up")])
+    report, failure = replayed.finish()
+    assert failure == report["failure"] == "the updater gave up" and not report["ok"]
 
 
 def test_weights_that_no_broadcast_brought_are_no_checkpoint(begin: Begin) -> None:
@@ -375,140 +389,3 @@ def test_iterations_that_passed_unseen_take_nothing_from_gathered_parameters(beg
     replayed.skip(1, 1500)
     replayed.close(1501)
     assert replayed.clauses() == [[], []]
-
-
-# -- a whole replay, from memory ------------------------------------------------------------------------------------
-
-
-class FileInMemory(MemoryRing):
-    """What PcapSource is to a session."""
-
-    captures: dict[str, list[tuple[int, bytes]]] = {}
-    made: list["FileInMemory"] = []
-    oversize = 0
-
-    def __init__(self, eal: object, path: str, *, stream: int, info: PcapInfo) -> None:
-        super().__init__()
-        assert info.path == path
-        self.path, self.stream, self.state = path, stream, "new"
-        self.made.append(self)
-
-    def __enter__(self) -> "FileInMemory":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.state += ", closed"
-
-    def start(self) -> None:
-        self.state += ", started"
-        self.put(self.captures[self.path], self.stream)
-        self.end()
-
-    def stop(self) -> None:
-        self.state += ", stopped"
-
-    def counters(self) -> dict[str, int]:
-        return {"oversize": self.oversize if self.stream else 0}
-
-    def summary(self) -> str:
-        return f"{self.path}: a summary"
-
-
-@pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[int]]:
-    """No DPDK; huge: were there huge pages. Returns the megabytes asked for."""
-
-    def use(huge: bool) -> list[int]:
-        asked: list[int] = []
-
-        def start(memory_mb: int) -> contextlib.AbstractContextManager:
-            asked.append(memory_mb)
-            return contextlib.nullcontext(SimpleNamespace(huge=huge, describe=lambda: "ordinary pages"))
-
-        monkeypatch.setattr("flowcheck.offline.session.Eal", SimpleNamespace(start=start))
-        monkeypatch.setattr("flowcheck.offline.session.PcapSource", FileInMemory)
-        FileInMemory.made = []
-        return asked
-
-    return use
-
-
-def drive(job: Job, made: Synthesis, out: Path, **options: Any) -> ReplaySession:
-    FileInMemory.captures = {f"port{rank}": packets for rank, packets in made.ports.items()}
-    plan = plan_job(job, streams=len(made.ports))
-    infos = [info(path, len(packets)) for path, packets in FileInMemory.captures.items()]
-    session = ReplaySession(plan, JobReplica(plan, None), ReplayOptions([], None, out, **options), infos)
-    session.drive(Console(quiet=True))
-    assert isinstance(session.engine, Engine)
-    return session
-
-
-@pytest.mark.parametrize("huge", [True, False])
-def test_a_replay_from_start_to_end(memory, huge: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked = memory(huge)
-    monkeypatch.setattr(FileInMemory, "oversize", 3)
-    job = example_job(ranks=3, count=[900, 700], seed=3)
-    made = generate(job, iterations=4, ports=[0, 1], seed=3)
-    session = drive(job, made, tmp_path / "out", every=2)
-    report, failure = session.finish()
-    assert failure == "" and [i.iteration for i in report.complete] == [0, 1, 2, 3]
-    assert sorted(path.name for path in (tmp_path / "out").glob("step-*")) == ["step-000002", "step-000004"]
-    assert report.notes == ([] if huge else ["ordinary pages"]) + ["port1: a summary"]
-    assert asked[0] > 0 and len(asked) == 1
-    assert [(s.path, s.stream, s.state) for s in FileInMemory.made] == [
-        ("port0", 0, "new, started, stopped, closed"), ("port1", 1, "new, started, stopped, closed"),
-    ]
-    assert set(report.stages) == {"start", "receive and place", "verdict, update, write"}
-    assert all(seconds > 0 for seconds in report.stages.values())
-    assert report.stages["receive and place"] + report.stages["verdict, update, write"] == pytest.approx(report.seconds)
-
-
-@pytest.mark.parametrize("huge", [True, False])
-def test_a_replay_places_as_is_known_of_the_pages_that_it_has(
-    memory, huge: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What is known of other pages is not taken, and where it is told to measure no answer for these is kept."""
-    memory(huge)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("FLOWCHECK_PLACING")
-    job = example_job(count=900, seed=3)
-    made, mtu = generate(job, iterations=1, seed=3), job.communicator.mtu
-    known = {True: "nta@1024", False: "none"}
-    for pages, way in known.items():
-        asked = question(mtu, pages)
-        cache_file(asked).parent.mkdir(parents=True, exist_ok=True)
-        cache_file(asked).write_text(json.dumps({**key(asked), "ways": dict.fromkeys(asked.parts, way)}))
-    try:
-        drive(job, made, tmp_path / "out")
-        assert {name for name, _ in placing()[1]} == {known[huge].partition("@")[0]}
-        for pages in known:
-            cache_file(question(mtu, pages)).unlink()
-        monkeypatch.setenv("FLOWCHECK_PLACING", "measure")
-        drive(job, made, tmp_path / "again")
-        kept = [path.name for path in (tmp_path / "cache" / "flowcheck").glob("placing-*")]
-        none_free = huge and not kept  # measured on other pages, which is no answer either
-        assert none_free or kept == [f"placing-{mtu}-{'huge' if huge else 'normal'}.json"]
-    finally:
-        for protocol in Protocol:
-            choose_placing(protocol, DEFAULT.name, DEFAULT.ahead)
-
-
-def test_a_replay_of_the_iterations_asked_for(memory, tmp_path: Path) -> None:
-    memory(True)
-    job = example_job(count=900, seed=3)
-    session = drive(job, generate(job, iterations=6, seed=3), tmp_path / "out", iterations=2)
-    report, failure = session.finish()
-    assert failure == "" and [i.iteration for i in report.iterations] == [0, 1]
-
-
-def test_a_very_long_outage_is_skipped(memory, tmp_path: Path) -> None:
-    memory(True)
-    job = example_job(count=900, seed=3)
-    before, after = generate(job, iterations=2, seed=3), generate(job, iterations=2, first_iteration=3000, seed=3)
-    before.ports[0] += [(time + 10**10, frame) for time, frame in after.ports[0]]
-    report, failure = drive(job, before, tmp_path / "out").finish()
-    assert [note for note in report.notes if "passed while the mirror was down" in note] == [
-        "iterations 2 to 2995 passed while the mirror was down: no packet of them is in the captures"
-    ]
-    assert [i.iteration for i in report.complete] == [0, 1, 3000, 3001] and failure
-    assert [path.name for path in (tmp_path / "out").glob("step-*")] == ["step-000002"]

@@ -117,6 +117,16 @@ def test_a_run_without_a_name(training, hand_node) -> None:
     assert [hello[key] for key in ("run_id", "epoch", "rank", "ranks", "group")] == ["", 0, 0, 2, ""]
 
 
+@pytest.mark.parametrize(("group", "named"), [("a group", ["a group"]), ("", ["dp1"])])
+def test_one_part_has_the_name_of_the_group_or_its_own(wrapped, kept, group: str, named: list[str]) -> None:
+    """Only of several parts each has both."""
+    model = wrapped(torch.nn.Linear(1, 1))
+    attachment = flowcheck.attach({"dp1": model}, torch.optim.SGD(model.parameters()), node="host:1", group=group,
+                                  token=TOKEN.decode(), topology=dict, collectives=lambda since: [])
+    assert attachment.parts == named
+    attachment.close()
+
+
 def test_a_job_of_one_rank_is_refused(wrapped) -> None:
     model = wrapped(torch.nn.Linear(1, 1), ranks=1)
     attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9",

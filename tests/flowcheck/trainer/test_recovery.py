@@ -93,6 +93,15 @@ def test_nodes_and_token_from_the_environment(
     assert recover([api.name], token=TOKEN).step == 7
 
 
+@pytest.mark.parametrize("nodes", [None, "", []])
+def test_without_a_node_nobody_is_asked(monkeypatch: pytest.MonkeyPatch, nodes: Any) -> None:
+    for there in (False, True):
+        monkeypatch.setenv("FLOWCHECK_NODES", "") if there else monkeypatch.delenv("FLOWCHECK_NODES", raising=False)
+        with pytest.raises(UserError, match="no node is named") as caught:
+            recover(nodes, token=TOKEN)
+        assert caught.value.where == "nodes" and "FLOWCHECK_NODES" in caught.value.remedy
+
+
 def _put(api: HandApi, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> tuple[Any, Any]:
     """A model that the version fits, an optimizer that `make` makes of its parameters, and `Recovered.load` of both."""
     model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(2)), "b": torch.nn.Parameter(torch.zeros(1))})
