@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +210,51 @@ def test_an_empty_folder_says_where_to_look(shm: Path) -> None:
         Replica.latest(shm)
     assert refused.value.what == "no replica with a complete version"
     assert refused.value.remedy.startswith("check `replica.directory`")
+
+
+def test_a_folder_has_a_name_that_a_file_system_can_have() -> None:
+    for odd in ("a\0b", 7, b"x"):
+        with pytest.raises(UserError, match="is not the name of a directory") as refused:
+            Replica.latest(odd)  # type: ignore[arg-type]
+        assert refused.value.where == "directory"
+        with pytest.raises(UserError, match="is not the name of a file or directory") as refused:
+            Replica.open(odd)  # type: ignore[arg-type]
+        assert refused.value.where == "path"
+
+
+def test_what_is_no_folder_has_no_replica(tmp_path: Path) -> None:
+    """A pipe, say: it is looked into by no name of a file in it, and nobody waits for it."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="no replica with a complete version"):
+        Replica.latest(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1"])
+def test_a_step_is_a_whole_number(shm: Path, step: Any) -> None:
+    made = _writer(shm / "flowcheck-n-g-1.replica", step=1)
+    with pytest.raises(UserError, match=f"{step!r} is not a number of steps") as refused:
+        Replica.open(shm / "flowcheck-n-g-1.replica", step)
+    assert refused.value.where == "step" and refused.value.remedy
+    made.close()
+
+
+def test_one_without_an_optimizer_says_so(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _writer(shm / "flowcheck-n-g-1.replica")
+    with Replica.open(shm / "flowcheck-n-g-1.replica") as replica:
+        monkeypatch.setattr(type(replica._version), "optimizer", {})
+        with pytest.raises(UserError, match="has no optimizer state") as refused:
+            replica.optimizer_state_dict()
+        assert refused.value.where == str(replica.path)
+    made.close()
+
+
+def test_files_that_are_passed_over_are_closed(shm: Path) -> None:
+    made = [_writer(shm / f"flowcheck-n-g-{number}.replica", run_id="ab"[number % 2]) for number in range(4)]
+    opened = len(os.listdir("/proc/self/fd"))
+    with Replica.latest(shm, run_id="a"):
+        pass
+    with pytest.raises(UserError):
+        Replica.open(shm / "flowcheck-n-g-1.replica", 9)
+    assert len(os.listdir("/proc/self/fd")) == opened
+    for one in made:
+        one.close()
