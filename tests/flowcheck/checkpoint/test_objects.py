@@ -157,3 +157,122 @@ def test_what_a_store_of_objects_lists_and_says() -> None:
     assert full.value.where == "marked://bucket/deep/run/x"
     with pytest.raises(StoreError, match="cannot be read: RuntimeError"):
         store.read("run/x", 0, 1)
+
+
+# -- what fails, says which object and what was done with it ---------------------------------------------------------
+
+WORK: dict[str, tuple[str, Callable[[Objects, str], object]]] = {
+    "put": ("written", lambda store, name: store.put(name, [b"1"])),
+    "replace": ("written", lambda store, name: store.replace(name, b"1")),
+    "size": ("looked up", lambda store, name: store.size(name)),
+    "read": ("read", lambda store, name: store.read(name, 0, 1)),
+    "children": ("listed", lambda store, name: store.children(name)),
+    "remove": ("removed", lambda store, name: store.remove(name)),
+}
+
+
+class Broken:
+    """A library that knows every call and answers none."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            raise self._error
+
+        return call
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_what_a_library_refuses(work: str) -> None:
+    did, call = WORK[work]
+    with pytest.raises(StoreError, match=f"cannot be {did}: RuntimeError: no") as caught:
+        call(_Remote("broken://bucket/", Broken(RuntimeError(" no\nmore of it")), "bucket"), "run/m")
+    assert caught.value.where == "broken://bucket/run/m" and "store.options" in caught.value.remedy
+    assert not isinstance(caught.value, Missing)
+
+
+def test_what_a_library_does_not_find() -> None:
+    store = _Remote("broken://bucket", Broken(FileNotFoundError(errno.ENOENT, "nothing there")), "bucket")
+    assert store.children("run") == [] and store.read("run/m", 7, 0) == b""
+    store.remove("run/m")
+    for ask in (store.size, lambda name: store.read(name, 0, 1)):
+        with pytest.raises(Missing, match="FileNotFoundError: nothing there") as caught:
+            ask("run/m")
+        assert caught.value.where == "broken://bucket/run/m"
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_what_a_file_system_refuses(tmp_path: Path, work: str) -> None:
+    """A name that is too long for it."""
+    (did, call), name = WORK[work], f"run/{'m' * 300}"
+    (tmp_path / "run").mkdir()
+    with pytest.raises(StoreError, match=f"cannot be {did}: File name too long") as caught:
+        call(open_store(str(tmp_path), {}), name)
+    assert caught.value.where == str(tmp_path / name) and not isinstance(caught.value, Missing)
+    assert ("a smaller store.keep" if did == "written" else "store.options") in caught.value.remedy
+
+
+def test_what_was_stored_is_on_the_disk_and_no_more_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads it back reads what is there, and a power cut takes neither the bytes nor the name."""
+    store, done = open_store(str(tmp_path), {}), list[tuple[str, ...]]()
+    fsync, drop = os.fsync, os.posix_fadvise
+
+    def named(descriptor: int) -> str:
+        return os.path.relpath(os.readlink(f"/proc/self/fd/{descriptor}"), tmp_path)
+
+    monkeypatch.setattr(os, "fsync", lambda one: (done.append(("sync", named(one))), fsync(one)))
+    monkeypatch.setattr(os, "posix_fadvise", lambda one, first, count, advice: (
+        done.append(("drop", named(one), first, count, advice)), drop(one, first, count, advice)))
+    for turn in range(2):
+        done.clear()
+        store.put("run/m", [b"abc"])
+        assert done[-3:] == [("sync", "run/m"), ("sync", "run"), ("drop", "run/m", 0, 0, os.POSIX_FADV_DONTNEED)]
+        assert done[:-3] == ([] if turn else [("sync", ".")])
+    done.clear()
+    store.replace("run/l", b"1")
+    assert done == [("sync", f"run/.l.partial-{os.getpid()}"), ("sync", "run")]
+
+
+class Listed(Broken):
+    """Remembers what it listed until that is dropped, as object stores' libraries do. below: name -> what it holds."""
+
+    def __init__(self, below: dict[str, list[str]]) -> None:
+        super().__init__(RuntimeError("no"))
+        self.below, self._kept, self.did = below, dict[str, list[str]](), list[tuple[str, str]]()
+
+    def invalidate_cache(self) -> None:
+        self._kept.clear()
+
+    def ls(self, path: str, detail: bool) -> list[str]:
+        assert detail is False
+        return self._kept.setdefault(path, [f"{path}/{one}" for one in self.below.get(path, ())])
+
+    def info(self, path: str) -> dict[str, Any]:
+        return {"size": len(self._kept.setdefault(path, list(self.below[path])))}
+
+    def isdir(self, path: str) -> bool:
+        return path in self.below
+
+    def rmdir(self, path: str) -> None:
+        self.did.append(("rmdir", path))
+        raise OSError(errno.ENOTEMPTY, "something has come there since")
+
+    def rm_file(self, path: str) -> None:
+        self.did.append(("rm", path))
+
+
+def test_what_was_listed_before_is_not_believed() -> None:
+    fs = Listed({"b/run": ["a"]})
+    store = _Remote("listed://b", fs, "b")
+    assert (store.children("run"), store.size("run")) == (["a"], 1)
+    fs.below["b/run"] = ["a", "c"]
+    assert store.size("run") == 2 and store.children("run") == ["a", "c"]
+
+
+def test_all_below_a_name_is_removed_one_by_one() -> None:
+    """A folder that cannot be removed then is no harm."""
+    fs = Listed({"b/run": ["x", "e"], "b/run/e": ["y"]})
+    _Remote("listed://b", fs, "b").remove_all("run")
+    assert fs.did == [("rm", "b/run/e/y"), ("rmdir", "b/run/e"), ("rm", "b/run/x"), ("rmdir", "b/run")]
