@@ -171,9 +171,10 @@ def test_a_pinned_version_does_not_change_and_updates_wait_when_nothing_is_free(
         with replica.pinned() as second:
             assert second is not first
             advance(replica, layout)
+            assert replica.refused == 0
             with pytest.raises(NoFreeSlot, match="the update waits"):
                 replica.build(3, layout)
-            assert replica.building is None
+            assert replica.building is None and replica.refused == 1
         advance(replica, layout)
         assert state_bits(first) == kept
     assert first.state is SlotState.COMPLETE
