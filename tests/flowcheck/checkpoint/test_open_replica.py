@@ -258,3 +258,10 @@ def test_files_that_are_passed_over_are_closed(shm: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == opened
     for one in made:
         one.close()
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """Its name is too long for the file system."""
+    with pytest.raises(UserError) as refused:
+        Replica.latest(tmp_path / ("m" * 300))
+    assert refused.value.where == str(tmp_path / ("m" * 300)) and refused.value.remedy
