@@ -199,8 +199,10 @@ def test_groups_are_told_apart(shm: Path) -> None:
         assert refused.value.where == str(shm)
     for asked in ({"node": "nod"}, {"group": "1"}, {"node": "node-1", "group": "c"}, {"node": "node", "group": "1-a"},
                   {"group": "1-a"}, {"node": "node-1-a"}):
-        with pytest.raises(UserError, match="no replica with a complete version"):
+        with pytest.raises(UserError) as refused:
             Replica.latest(shm, **asked)
+        said = ", ".join(f"{name} {value!r}" for name, value in asked.items())
+        assert refused.value.what == f"no replica with a complete version of {said}"
     for one in made:
         one.close()
 
