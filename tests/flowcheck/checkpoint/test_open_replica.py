@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from pathlib import Path
@@ -267,3 +268,13 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         Replica.latest(tmp_path / ("m" * 300))
     assert refused.value.where == str(tmp_path / ("m" * 300)) and refused.value.remedy
+
+
+def test_what_the_system_says_of_a_file_is_said(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path) -> Any:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr("flowcheck.checkpoint.replica.Reader", broken)
+    with pytest.raises(UserError) as refused:
+        Replica.open(shm / "x.replica")
+    assert (refused.value.what, refused.value.where) == ("Input/output error", str(shm / "x.replica"))
