@@ -49,14 +49,15 @@ class OneGroup:
 
 
 class Port:
-    """A server on the loopback, and what it said."""
+    """A server on the loopback, and what it said. given: to the server."""
 
-    def __init__(self, connections: int, host: str = "127.0.0.1") -> None:
+    def __init__(self, connections: int = 8, host: str = "127.0.0.1", **given: Any) -> None:
         self.group, self.shelf, self.now = OneGroup(), Shelf(2), 1000.0
         self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self.server = ControlServer(
             (host, 0), TOKEN, connections, lambda name: f"no group {name!r}" if name else self.group,  # type: ignore
             lambda event, **fields: self.events.put((event, fields)), {"": self.shelf}.get, now=lambda: self.now,
+            **given,
         )
         self.links: list[Link] = []
 

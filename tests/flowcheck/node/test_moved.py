@@ -150,3 +150,58 @@ def test_a_connection_that_never_brought_anything_has_not_stopped() -> None:
         scene.movement.closed(closed("lost"))
     [why] = scene.look(0.3)
     assert "10.0.0.2 to 10.0.0.3, 10.0.0.3 to 10.0.0.2)" in why
+
+
+def test_what_brought_packets_after_the_first_late_iteration_has_not_stopped() -> None:
+    """Nor has what brought the first one ever; one packet is enough to be missed."""
+    scene = Scene()
+    scene.blocked, scene.packets = False, [[0] * 6, [1, 1, 1, 0, 0, 0]]
+    for number in range(LATE):
+        scene.movement.closed(closed("lost"))
+        if number == 0:
+            scene.packets[1][2:4] = 4, 4
+    [why] = scene.look(0.3)
+    assert why.endswith("any more (10.0.0.1 to 10.0.0.2, 10.0.0.2 to 10.0.0.1)")
+
+
+def test_it_is_said_again_after_as_many_iterations_and_not_before() -> None:
+    scene = Scene()
+    scene.blocked, said = False, 0
+    for number in range(1, 3 * LATE):
+        scene.movement.closed(closed("lost"))
+        said += len(scene.look(0.2))
+        assert said == number // LATE
+
+
+def test_an_iteration_that_nobody_judged_is_not_late() -> None:
+    scene = Scene()
+    scene.blocked = False
+    for number in range(2 * LATE):
+        scene.movement.closed(Closed(7, True, "", 0, 0, {}, 0, 0, 0) if number == LATE - 1 else closed("lost"))
+    assert len(scene.look(0.2)) == 1 and scene.movement._late == 0
+
+
+def test_all_that_bring_nothing_are_named() -> None:
+    scene = Scene()
+    scene._scheduler.state = lambda stream, iteration: "behind"
+    scene._engine.waiting = lambda address: (0, 64)
+    assert scene.look(1.2 * SECONDS) == [
+        f"nothing has come from eth1 and eth2 for {SECONDS:g} s, and all else waits for it"]
+
+
+def test_where_streams_stand_is_looked_at_ten_times_a_second() -> None:
+    """From the machine's start on. A turn of the group's thread is far shorter."""
+    scene = Scene()
+    looks: list[float] = []
+
+    def state(stream: int, iteration: int) -> str:
+        if stream == 0:
+            looks.append(scene.at)
+        return "lost" if stream else "behind"
+
+    scene._scheduler.state, scene._scheduler.waits = state, True
+    told = []
+    for now in (0.0625, 0.1, 0.1875, 0.25, 0.3125, 0.125 + SECONDS, 0.25 + SECONDS):
+        scene.at, scene._engine.oldest = now, 7 + (now >= 0.25)  # an iteration has closed
+        told += [now for event in scene.movement.look() if isinstance(event, Moved)]
+    assert looks == [0.1, 0.25, 0.125 + SECONDS, 0.25 + SECONDS] and told == [0.25 + SECONDS]

@@ -108,6 +108,18 @@ def test_a_manager_that_is_gone_or_does_not_read_is_no_trouble(
         Notify().ready()
 
 
+def test_without_a_manager_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    monkeypatch.delenv("WATCHDOG_USEC", raising=False)
+    monkeypatch.setattr(notify.socket, "socket", lambda *given: made.append(given))
+    one = Notify()
+    one.ready()
+    one.alive()
+    one.stopping()
+    assert made == []
+
+
 def test_processes_beside_the_node_are_ended_by_the_node() -> None:
     """Else systemd ends an upload together with the node that would have waited for it."""
     assert re.findall(r"^KillMode=(\S+)$", UNIT.read_text(), re.MULTILINE) == ["mixed"]
