@@ -217,6 +217,16 @@ def test_memory_is_bounded(make: Callable[..., Copier], api: HandApi, tmp_path: 
     assert steps(tmp_path) == [4, 6]
 
 
+def test_a_copy_has_room_for_its_heads_as_well(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
+    [offer] = node(api).offers()
+    most = offer.nbytes + module.SLACK
+    with pytest.raises(FlowcheckError, match=f"step 4 of {offer.shard!r} has 0 MiB"):
+        make(most=most - 1).look(node(api))
+    assert steps(tmp_path) == []
+    make(most=most).look(node(api))
+    assert steps(tmp_path) == [4]
+
+
 def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copier], api: HandApi, tmp_path: Path,
                                                          ) -> None:
     make().look(node(api))
@@ -242,3 +252,5 @@ def test_what_comes_from_here_is_not_paced(make: Callable[..., Copier], own: str
     nodes = {node.name: node.again().pace for node in sources.nodes([("127.0.0.1", 9), ("127.0.0.1", 8), ("::1", 9)])}
     assert {name for name, pace in nodes.items() if pace is None} == {own} - {""}
     assert len({id(pace) for pace in nodes.values() if pace is not None}) == 1, "they do not share one"
+    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": "", "own": own, "rate": 0})
+    assert sources.node(("127.0.0.1", 8)).pace is None, "as fast as they come"

@@ -14,7 +14,7 @@ from flowcheck.node import copier as module
 from flowcheck.node.copier import END_SECONDS, Copier, Rules, _Sources
 from flowcheck.node.decided import Part
 
-from .test_copier_turns import MEMBER, said
+from .test_copier_sources import MEMBER, said
 
 
 class Exit(BaseException):

@@ -1,5 +1,5 @@
-"""What the threads of a process that keeps copies do again and again, whom it copies from, and what may take room: with
-clocks, threads and sources by hand."""
+"""What the threads of a process that keeps copies do again and again, and what may take room: with clocks, threads and
+sources by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from flowcheck.node.copier import (
     Rules,
     _again,
     _go_round,
-    _Sources,
 )
 from flowcheck.node.decided import Part
 from flowcheck.node.journal import FOLDER, JobText, Journal
@@ -209,7 +208,8 @@ def test_each_source_has_a_thread_as_long_as_it_is_named(tmp_path: Path, threads
         (f"flowcheck copy {name}:1", True, at._follow) for name in ("a", "b")]
     assert [one["args"][0] for one in threads] == ["a:1", "b:1"] and at._nodes["a:1"]._key == "newer"
     at.follow(nodes("b"))
-    (_, turn, ended), (_, _, goes_on) = (one["args"] for one in threads)
+    (_, turn, ended), (_, other, goes_on) = (one["args"] for one in threads)
+    assert turn is not other, "one that hangs holds up no other"
     assert ended.is_set() and not goes_on.is_set() and list(at._sources) == ["b:1"]
     assert "a:1" in at._nodes, "its thread may be at it"
     at.follow(nodes("a", "b"))
@@ -248,106 +248,6 @@ def test_a_source_is_looked_at_as_it_is_asked_now(tmp_path: Path, monkeypatch: p
     at._follow("a:1", turn, ending)  # type: ignore[arg-type]
     assert looked == [("a:1", "k"), ("a:1", "newer")] and ending.waits == [0.25, FIRST_PAUSE] and not turn.locked()
     assert said_ == [("uncopied", {"name": "", "source": "a:1", "why": "gone"})]
-
-
-# -- whom to copy from ---------------------------------------------------------------------------------------------
-
-
-class Followed:
-    """A copier that notes whom it is to follow."""
-
-    def __init__(self) -> None:
-        self.names: list[list[str]] = []
-        self.froze: list[Any] = []
-        self.rooms: list[Any] = []
-        self.nodes: list[Node] = []
-
-    def follow(self, nodes: list[Node]) -> None:
-        self.names.append([node.name for node in nodes])
-        self.nodes = nodes
-
-    def freeze(self, steps: Any) -> None:
-        self.froze.append(steps)
-
-    def check_room(self, nbytes: int, what: str) -> None:
-        self.rooms.append((nbytes, what))
-
-
-def said(**more: Any) -> dict[str, Any]:
-    return {"sources": [["h", 1]], "key": "k", "ca": "", "own": "", "rate": 0, "parity": None, "directory": "/copies",
-            "token": "a token", "rules": {"seconds": 0.25}, **more}
-
-
-def test_settings_come_first_and_then_what_the_registry_says_each_once() -> None:
-    copier = Followed()
-    sources = _Sources(copier, said())  # type: ignore[arg-type]
-    part = Part((2, 1), 2, ("a:1", "b:2"))
-    sources.placed([("i", 2), ("h", 1)], {("run", 0): 4}, part)
-    sources.placed([("i", 2), ("h", 1)], {}, None)
-    sources.placed([], {}, None)
-    assert copier.names == [["h:1"], ["h:1", "i:2"], ["h:1"]], "and not again where nothing has changed"
-    assert copier.froze == [{("run", 0): 4}, {}, {}] and sources.part is None
-
-
-def test_what_is_told_is_shown_from_now_on() -> None:
-    copier = Followed()
-    sources = _Sources(copier, said())  # type: ignore[arg-type]
-    assert copier.nodes[0]._key == "k"
-    sources.told({"key": "other", "token": "another token"})
-    assert copier.nodes[0]._key == "other" and copier.names == [["h:1"]] * 2
-    assert sources.node(("i", 9))._key == "other" and sources.node(("i", 9))._tls is None
-
-
-def test_nodes_are_asked_with_tls_where_there_is_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "client_context", lambda ca: f"context of {ca}")
-    sources = _Sources(Followed(), said(ca="our.pem"))  # type: ignore[arg-type]
-    assert sources.node(("i", 9))._tls == "context of our.pem"
-
-
-def journaling(monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Any, Any, Followed, _Sources]:
-    given: list[Any] = []
-    monkeypatch.setattr(module, "Journaling", lambda *some: given.append(some) or "journaling")
-    monkeypatch.setattr(module, "ParityBase", lambda *some: ("parity", *some))
-    copier = Followed()
-    sources = _Sources(copier, said(**more))  # type: ignore[arg-type]
-    assert sources.journal(("h", 1), ("h", 9), "say") == "journaling"  # type: ignore[arg-type,comparison-overlap]
-    return given[0], given[0][-1], copier, sources
-
-
-def test_a_journal_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, parity, copier, sources = journaling(monkeypatch)
-    directory, name, node, control, token, tls, room, say, seconds, _ = given
-    assert (directory, name, control) == (Path("/copies"), "h:1", ("h", 9))
-    assert (tls, say, seconds, parity) == (None, "say", 0.25, None)
-    assert node().name == "h:1" and token() == b"a token"
-    sources.told({"token": "another", "key": "newer"})
-    assert token() == b"another" and node()._key == "newer"
-    room(7)
-    assert copier.rooms == [(7, "an iteration")]
-
-
-MEMBER = {"code": [2, 1], "number": 2, "members": [["h", 1], ["i", 2], ["me", 3]], "data": ["h:1", "i:2"],
-          "directory": "/parity"}
-
-
-def test_a_journal_comes_over_tls_where_there_is_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "client_context", lambda ca: f"context of {ca}")
-    given, *_ = journaling(monkeypatch, ca="our.pem")
-    assert given[5] == "context of our.pem"
-
-
-def test_a_journal_of_a_member_whose_copy_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (name, directory, node, room), copier, _ = journaling(monkeypatch, sources=[["x", 1]], parity=MEMBER)
-    assert (name, directory, node().name) == ("parity", Path("/parity"), "me:3")
-    room(8)
-    assert copier.rooms == [(8, "what parity gives")]
-
-
-@pytest.mark.parametrize("more", [
-    {"parity": MEMBER}, {"sources": [["x", 1]], "parity": {**MEMBER, "members": []}}, {"sources": [["x", 1]]},
-])
-def test_where_a_copy_is_kept_it_begins_with_that(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
-    assert journaling(monkeypatch, **more)[1] is None
 
 
 # -- parity --------------------------------------------------------------------------------------------------------

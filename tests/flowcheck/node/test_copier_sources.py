@@ -1,0 +1,126 @@
+"""Whom a process that keeps copies copies from, with which key, and where its journals come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowcheck.control.ask import Node
+from flowcheck.node import copier as module
+from flowcheck.node.copier import _Sources
+from flowcheck.node.decided import Part
+
+
+class Followed:
+    """A copier that notes whom it is to follow."""
+
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+        self.froze: list[Any] = []
+        self.rooms: list[Any] = []
+        self.nodes: list[Node] = []
+
+    def follow(self, nodes: list[Node]) -> None:
+        self.names.append([node.name for node in nodes])
+        self.nodes = nodes
+
+    def freeze(self, steps: Any) -> None:
+        self.froze.append(steps)
+
+    def check_room(self, nbytes: int, what: str) -> None:
+        self.rooms.append((nbytes, what))
+
+
+def said(**more: Any) -> dict[str, Any]:
+    return {"sources": [["h", 1]], "key": "k", "ca": "", "own": "", "rate": 0, "parity": None, "directory": "/copies",
+            "token": "a token", "rules": {"seconds": 0.25}, **more}
+
+
+def test_settings_come_first_and_then_what_the_registry_says_each_once() -> None:
+    copier = Followed()
+    sources = _Sources(copier, said())  # type: ignore[arg-type]
+    part = Part((2, 1), 2, ("a:1", "b:2"))
+    sources.placed([("i", 2), ("h", 1)], {("run", 0): 4}, part)
+    sources.placed([("i", 2), ("h", 1)], {}, None)
+    sources.placed([], {}, None)
+    assert copier.names == [["h:1"], ["h:1", "i:2"], ["h:1"]], "and not again where nothing has changed"
+    assert copier.froze == [{("run", 0): 4}, {}, {}] and sources.part is None
+
+
+def test_what_could_not_be_followed_is_followed_when_it_is_said_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copier = Followed()
+    sources = _Sources(copier, said())  # type: ignore[arg-type]
+
+    def fail(nodes: list[Node]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+        patch.setattr(copier, "follow", fail)
+        sources.placed([("i", 2)], {}, None)
+    sources.told({"key": "newer"})
+    assert copier.names == [["h:1"]] * 2
+    sources.placed([("i", 2)], {}, None)
+    assert copier.names[2:] == [["h:1", "i:2"]]
+
+
+def test_what_is_told_is_shown_from_now_on() -> None:
+    copier = Followed()
+    sources = _Sources(copier, said())  # type: ignore[arg-type]
+    assert copier.nodes[0]._key == "k"
+    sources.told({"key": "other", "token": "another token"})
+    assert copier.nodes[0]._key == "other" and copier.names == [["h:1"]] * 2
+    assert sources.node(("i", 9))._key == "other" and sources.node(("i", 9))._tls is None
+
+
+def test_nodes_are_asked_with_tls_where_there_is_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "client_context", lambda ca: f"context of {ca}")
+    sources = _Sources(Followed(), said(ca="our.pem"))  # type: ignore[arg-type]
+    assert sources.node(("i", 9))._tls == "context of our.pem"
+
+
+def journaling(monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Any, Any, Followed, _Sources]:
+    given: list[Any] = []
+    monkeypatch.setattr(module, "Journaling", lambda *some: given.append(some) or "journaling")
+    monkeypatch.setattr(module, "ParityBase", lambda *some: ("parity", *some))
+    copier = Followed()
+    sources = _Sources(copier, said(**more))  # type: ignore[arg-type]
+    assert sources.journal(("h", 1), ("h", 9), "say") == "journaling"  # type: ignore[arg-type,comparison-overlap]
+    return given[0], given[0][-1], copier, sources
+
+
+def test_a_journal_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, parity, copier, sources = journaling(monkeypatch)
+    directory, name, node, control, token, tls, room, say, seconds, _ = given
+    assert (directory, name, control) == (Path("/copies"), "h:1", ("h", 9))
+    assert (tls, say, seconds, parity) == (None, "say", 0.25, None)
+    assert node().name == "h:1" and token() == b"a token"
+    sources.told({"token": "another", "key": "newer"})
+    assert token() == b"another" and node()._key == "newer"
+    room(7)
+    assert copier.rooms == [(7, "an iteration")]
+
+
+MEMBER = {"code": [2, 1], "number": 2, "members": [["h", 1], ["i", 2], ["me", 3]], "data": ["h:1", "i:2"],
+          "directory": "/parity"}
+
+
+def test_a_journal_comes_over_tls_where_there_is_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "client_context", lambda ca: f"context of {ca}")
+    given, *_ = journaling(monkeypatch, ca="our.pem")
+    assert given[5] == "context of our.pem"
+
+
+def test_a_journal_of_a_member_whose_copy_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (name, directory, node, room), copier, _ = journaling(monkeypatch, sources=[["x", 1]], parity=MEMBER)
+    assert (name, directory, node().name) == ("parity", Path("/parity"), "me:3")
+    room(8)
+    assert copier.rooms == [(8, "what parity gives")]
+
+
+@pytest.mark.parametrize("more", [
+    {"parity": MEMBER}, {"sources": [["x", 1]], "parity": {**MEMBER, "members": []}}, {"sources": [["x", 1]]},
+])
+def test_where_a_copy_is_kept_it_begins_with_that(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+    assert journaling(monkeypatch, **more)[1] is None
