@@ -7,7 +7,6 @@ import contextlib
 import gc
 import hashlib
 import json
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,53 +16,21 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
-from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
-from flowcheck.job.model import BucketSlice
+from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.node import hashing, holdings
-from flowcheck.node.holdings import DiskShelf, Gone, Held, MemoryShelf, Pressed
+from flowcheck.node.holdings import Gone, MemoryShelf, Pressed
 from flowcheck.node.user_states import rank_file, user_folder
 from updater.errors import NoFreeSlot
-from updater.layout import Layout
-from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
 from ..hand_node import until
-
-WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
-GROUPS = [(["w"], {"lr": 1.0, "momentum": 0.5})]
-
-
-def advance(replica: Replica, steps: int = 1) -> None:
-    for _ in range(steps):
-        slot = replica.build(replica.current.step + 1, WHOLE)
-        slot.apply(0, torch.full((3,), 2.0))
-        replica.publish(slot)
+from .holdings_scene import WHOLE, Clock, advance, id_of, replicas, steps, whole
 
 
 @pytest.fixture
 def make(shm: Path) -> Iterator[Callable[..., Replica]]:
-    """make(name, steps, **options): a replica in a file of that name, after so many steps."""
-    with contextlib.ExitStack() as stack:
-
-        def made(name: str = "flowcheck-n-dp0-1.replica", steps: int = 2, **options: Any) -> Replica:
-            tensors = {"w": torch.zeros(3), "k": torch.tensor([4, 5])}
-            spec = OptimizerSpec.check("sgd", GROUPS)
-            given = {"run_id": "run", "epoch": 3, "slots": 4, "unproven": ["a mark"]} | options
-            replica = Replica(tensors, spec, path=shm / name, **given)
-            stack.enter_context(contextlib.closing(replica))
-            advance(replica, steps)
-            return replica
-
+    with replicas(shm) as made:
         yield made
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -75,21 +42,6 @@ def clock() -> Clock:
 def memory(shm: Path, clock: Clock) -> Iterator[MemoryShelf]:
     with contextlib.closing(MemoryShelf(shm, "n", clock)) as shelf:
         yield shelf
-
-
-def steps(shelf: Any) -> list[tuple[int, int, str]]:
-    return [(one.offer.epoch, one.offer.step, one.offer.shard) for one in shelf.look()]
-
-
-def id_of(shelf: Any, step: int) -> str:
-    return next(one.offer.id for one in shelf.look() if one.offer.step == step)
-
-
-def whole(held: Held, file: str, piece: int = 7) -> bytes:
-    data = b""
-    while len(data) < held.size(file):
-        data += held.read(file, len(data), piece)
-    return data
 
 
 # -- memory ------------------------------------------------------------------------------------------------
@@ -254,6 +206,18 @@ def test_what_was_held_for_one_question_is_let_go_unless_somebody_reads_it(
     reader.busy += 1
     memory.release(reader)
     assert whole(reader, "model.safetensors")  # it is being hashed for somebody
+
+
+def test_the_last_of_several_that_asked_lets_it_go(make: Callable[..., Replica], memory: MemoryShelf) -> None:
+    make(slots=3)
+    first = memory.hold(id_of(memory, 2))
+    others = [memory.hold(first.offer.id) for _ in range(2)]
+    for one in others:
+        memory.release(one)
+        assert whole(first, "model.safetensors")
+    memory.release(first)
+    with pytest.raises(Gone):
+        first.read("model.safetensors", 0, 1)
 
 
 def test_a_slot_that_another_process_may_pin_is_left_to_it(
@@ -479,135 +443,3 @@ def test_what_ranks_gave_is_offered_and_read(make: Callable[..., Replica], memor
     (shm / "flowcheck-n-dp0-1.replica").unlink()
     with pytest.raises(Gone, match="the node has removed it"):
         held.user(3)
-
-
-# -- disk --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def disk(tmp_path: Path, clock: Clock) -> Iterator[DiskShelf]:
-    with contextlib.closing(DiskShelf(tmp_path, clock)) as shelf:
-        yield shelf
-
-
-def write(folder: Path, step: int, epoch: int = 0, shard: str = "", status: str = "verified") -> Path:
-    meta = Meta("run", epoch, status, ("x",), {"name": "sgd", "groups": []}, "torch-cpu", shard)
-    return write_step(folder / f"epoch-{epoch}", step, {"w": torch.ones(3)}, {"w": {"step": 1.0}}, meta)
-
-
-def test_what_is_on_disk(tmp_path: Path, disk: DiskShelf) -> None:
-    assert disk.look() == []
-    write(tmp_path / "run", 10)
-    write(tmp_path / "stage1" / "run", 20, 1, "stage1", "unverified")
-    write(tmp_path / "a" / "b" / "run", 30)  # no place of a node's
-    write_parameters(tmp_path / "run" / "epoch-0", 40, {"w": torch.ones(1)}, [], Meta())
-    (tmp_path / "run" / "epoch-0" / "step-000050").mkdir()
-    assert steps(disk) == [(1, 20, "stage1"), (0, 10, "")]
-    offer = disk.look()[0].offer
-    assert (offer.tier, offer.run_id, offer.status, offer.nbytes) == ("disk", "run", "unverified", 20)
-    assert offer.id.startswith("d") and len(offer.id) == 32
-    assert disk.look() == disk.look()
-    shutil.rmtree(tmp_path / "stage1")
-    assert steps(disk) == [(0, 10, "")]
-
-
-def test_a_manifest_is_read_once(tmp_path: Path, disk: DiskShelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "run", 10)
-    before = disk.look()
-    monkeypatch.setattr(holdings, "read_step_manifest", None)
-    assert disk.look() == before
-
-
-def test_a_step_that_was_replaced_is_another_version(tmp_path: Path, disk: DiskShelf) -> None:
-    write(tmp_path / "run", 10)
-    id = id_of(disk, 10)
-    held = disk.hold(id)
-    write(tmp_path / "run", 10, status="unverified")
-    assert disk.look()[0].offer.id != id and disk.look()[0].offer.status == "unverified"
-    assert held.is_gone() and not disk.hold(id_of(disk, 10)).is_gone()
-    with pytest.raises(Gone):
-        disk.hold(id)
-
-
-def test_a_manifest_that_cannot_be_used(tmp_path: Path, disk: DiskShelf) -> None:
-    manifest = write(tmp_path / "run", 10) / "manifest.json"
-    text = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(text | {"status": "diverged"}))
-    assert disk.look() == []
-    path = write(tmp_path / "run", 11) / "manifest.json"
-    path.write_text(json.dumps(seal({**json.loads(path.read_text()), "status": "diverged"})))
-    assert disk.look() == []
-
-
-def test_the_files_of_a_step(tmp_path: Path, disk: DiskShelf) -> None:
-    path = write(tmp_path / "run", 10)
-    held = disk.hold(id_of(disk, 10))
-    assert held.manifest() == (path / "manifest.json").read_bytes()
-    for file in (MODEL, OPTIMIZER):
-        assert whole(held, file) == (path / file).read_bytes()
-    held.check()
-    held.close()
-    held.close()
-    for call in (held.manifest, lambda: held.size(MODEL), lambda: held.read(MODEL, 0, 1)):
-        with pytest.raises(Gone, match="let go"):
-            call()
-
-
-def test_a_step_without_a_file(tmp_path: Path, disk: DiskShelf) -> None:
-    path = write(tmp_path / "run", 10)
-    id = id_of(disk, 10)
-    (path / OPTIMIZER).unlink()
-    with pytest.raises(Gone, match="No such file"):
-        disk.hold(id)
-
-
-def test_any_number_of_steps_may_be_read(tmp_path: Path, disk: DiskShelf, clock: Clock) -> None:
-    for step in range(6):
-        write(tmp_path / "run", step)
-    held = [disk.hold(id_of(disk, step)) for step in range(6)]
-    clock.now += holdings.HOLD_SECONDS + 1
-    disk.expire()
-    for one in held:
-        with pytest.raises(Gone):
-            one.read(MODEL, 0, 1)
-
-
-def test_what_ranks_gave_lies_in_the_step_on_disk(tmp_path: Path) -> None:
-    out = tmp_path / "run" / "epoch-0"
-    path = write_step(out, 7, {"w": torch.zeros(2)}, {}, Meta(run_id="run"), lambda: {0: b"of 0", 4: b"of 4"})
-    write_step(out, 8, {"w": torch.zeros(2)}, {}, Meta(run_id="run"), dict)
-    with contextlib.closing(DiskShelf(tmp_path)) as shelf:
-        assert [(one.offer.step, one.offer.user) for one in shelf.look()] == [(8, ()), (7, ((0, 0), (4, 4)))]
-        held = shelf.hold(id_of(shelf, 7))
-        assert held.user(4) == b"of 4"
-        with pytest.raises(Gone, match="has no such state of a rank"):
-            held.user(1)
-        shutil.rmtree(path)
-        with pytest.raises(Gone):
-            held.user(4)
-
-
-def test_how_old_a_version_is(make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: Any) -> None:
-    """Also when nobody writes to its file any more."""
-    monkeypatch.setattr("updater.replica.time.time_ns", lambda: 5_000_000_000)
-    monkeypatch.setattr("flowcheck.node.holdings.time.time", lambda: 8.25)
-    replica = make(steps=1)
-    assert [(one.offer.step, one.offer.age_steps, one.offer.age_seconds) for one in memory.look()] == [
-        (1, None, 3.25), (0, None, 3.25)
-    ]
-    replica.heard(4)
-    replica.heard(3)
-    replica.heard(1 << 60)
-    replica.close()
-    monkeypatch.setattr("flowcheck.node.holdings.time.time", lambda: 4.0)
-    assert [(one.offer.step, one.offer.age_steps, one.offer.age_seconds) for one in memory.look()] == [
-        (1, 3, 0.0), (0, 4, 0.0)
-    ], "a clock that was set back makes nothing younger than new"
-
-
-def test_a_file_that_does_not_say_when(make: Callable[..., Replica], memory: MemoryShelf) -> None:
-    """One of a version before this one."""
-    replica = make(steps=1)
-    for slot in replica.slots:
-        replica._store.set_time(slot.index, 0)
-    assert [one.offer.age_seconds for one in memory.look()] == [None, None]
