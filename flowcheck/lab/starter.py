@@ -212,4 +212,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    sys.stdout.flush()
+    os._exit(ended)  # gloo's threads may abort a process that ends in order (pytorch#190489)

@@ -10,11 +10,14 @@ The queue is bounded. When it is full nothing is dropped silently: the whole que
 `lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
 that is gone is tried again after a second, then after longer pauses, for ever. So is one that welcomes a rank and then
 refuses what it sends; what it says each time again is told once. Threads are daemons, so that nothing here keeps a
-process alive.
+process alive. They end before the interpreter does, all the same: a thread that comes back from torch's C++ after that
+takes the whole process with it (SIGABRT), and a trainer that had done its work would have failed.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import secrets
 import socket
@@ -113,6 +116,7 @@ class Sender:
 
     def start(self) -> None:
         self._thread.start()
+        atexit.register(self._leave, os.getpid())
 
     @property
     def connected(self) -> bool:
@@ -184,12 +188,23 @@ class Sender:
                 self.answered.wait(0.05)
                 if not self._queue.unfinished_tasks:
                     break
+        self._end(max(seconds, 0.1))
+        if not self._thread.is_alive():
+            atexit.unregister(self._leave)
+
+    def _leave(self, process: int) -> None:
+        """At the end of the process, of an attachment that nobody has closed, too. A process that was forked has no
+        such thread, and the connection is not its own."""
+        if os.getpid() == process:
+            self._end(CONNECT_SECONDS)
+
+    def _end(self, seconds: float) -> None:
         self._stop.set()
         link = self._link
         if link is not None:
             link.close()
         if self._thread.is_alive():  # where threads run out it was never started
-            self._thread.join(max(seconds, 0.1))
+            self._thread.join(seconds)
 
     # -- the thread --
 

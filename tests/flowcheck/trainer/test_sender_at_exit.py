@@ -1,0 +1,57 @@
+"""A trainer's process ends while its attachment is open: threads are over before the interpreter is, and a process that
+was forked leaves its parent's connection alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from ..hand_node import LONGEST, TOKEN, HandNode, Peer
+
+TRAINER = f"""
+import atexit, os, sys, threading
+atexit.register(lambda: print(*(one.name for one in threading.enumerate()), flush=True))  # first of all: so it is last
+from flowcheck.control.protocol import Bye
+from flowcheck.trainer.sender import Identity, Sender
+sender = Sender((sys.argv[1], int(sys.argv[2])), {TOKEN!r}, Identity("run", 0, 0, 1, ""), list, print, None)
+sender.start()
+while not sender.connected:
+    sender.tried.wait(1)
+"""
+
+
+def trainer(hand_node: HandNode, text: str) -> tuple[subprocess.Popen[str], Peer]:
+    """It, and its connection."""
+    command = [sys.executable, "-P", "-c", TRAINER + text, hand_node.address[0], str(hand_node.address[1])]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True), hand_node.welcome()
+
+
+def over(process: subprocess.Popen[str]) -> str:
+    said = process.communicate(timeout=LONGEST)[0]
+    assert process.returncode == 0
+    return said
+
+
+def test_no_thread_is_left_when_the_interpreter_goes(hand_node: HandNode) -> None:
+    """A thread that comes back from torch after that would abort the process."""
+    process, peer = trainer(hand_node, "")
+    assert peer.ended() and over(process) == "MainThread\n"
+
+
+def test_one_that_was_closed_has_nothing_left_to_end(hand_node: HandNode) -> None:
+    """A process that attaches again and again does not keep what it had."""
+    process, peer = trainer(hand_node, """
+import gc, weakref
+sender.close(Bye(), 240)
+one = weakref.ref(sender)
+del sender
+gc.collect()
+print(one())
+""")
+    assert peer.expect("bye") == {} and peer.ended() and over(process) == "None\nMainThread\n"
+
+
+def test_a_forked_process_that_ends_leaves_the_connection_alone(hand_node: HandNode) -> None:
+    process, peer = trainer(hand_node, "if os.fork() == 0: sys.exit(0)\nos.wait()\nsender.close(Bye(), 240)\n")
+    assert peer.expect("bye") == {} and peer.ended()
+    assert over(process) == "MainThread\nMainThread\n"  # the child's is said by its copy
