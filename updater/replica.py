@@ -470,7 +470,7 @@ class Replica:
         before, slot.state = slot.state, state
         if state is SlotState.PINNED or before is SlotState.PINNED:
             return  # of this process alone
+        if before in (SlotState.BUILDING, SlotState.PARTIAL) and state is not SlotState.PARTIAL:
+            self._store.unlock_slot(slot.index)  # first: whoever sees a version can pin it, however slow this process
         word = {SlotState.FREE: FREE, SlotState.COMPLETE: COMPLETE}.get(state, BUILDING)
         self._store.set_slot_header(slot.index, word, slot.step if state is not SlotState.FREE else 0)
-        if before in (SlotState.BUILDING, SlotState.PARTIAL) and state is not SlotState.PARTIAL:
-            self._store.unlock_slot(slot.index)

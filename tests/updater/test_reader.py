@@ -156,6 +156,21 @@ def test_the_slot_is_taken_between_looking_and_locking(made, shm, monkeypatch):
     assert open_descriptors() == opened
 
 
+def test_whoever_sees_a_version_can_pin_it(made, shm, monkeypatch):
+    """The writer may be stopped after any of its words, for longer than a reader looks."""
+    reader, real, pinned = Reader(shm / "r"), Store.set_slot_header, []
+
+    def set_slot_header(store, slot, state, step):
+        real(store, slot, state, step)
+        with reader.pinned() as version:
+            pinned.append(version.step)
+
+    monkeypatch.setattr(Store, "set_slot_header", set_slot_header)
+    for _ in range(4):
+        advance(made)
+    assert pinned == sorted(pinned) and set(pinned) == {0, 1, 2, 3, 4}
+
+
 def test_a_version_that_was_asked_for_and_went_meanwhile_is_refused(made, shm, monkeypatch):
     reader, real, seen = Reader(shm / "r"), Store.pin, []
 
