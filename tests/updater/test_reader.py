@@ -2,6 +2,7 @@
 import contextlib
 import gc
 import os
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from flowcheck.job.model import BucketSlice
 from updater.errors import ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
-from updater.reader import UNSAID, Reader
+from updater.reader import UNSAID, Reader, not_mine
 from updater.replica import Replica
 from updater.rounding_modes import RoundingMode
 from updater.store import Store
@@ -304,3 +305,51 @@ def test_a_replica_that_does_not_say_what_it_leaves_open(made, shm, monkeypatch)
     with contextlib.closing(Reader(shm / "r")) as reader:
         monkeypatch.delitem(reader._store.layout, "unproven")
         assert reader.unproven == (UNSAID,)
+
+
+# -- whose file it is --------------------------------------------------------------------------------------
+
+
+def test_whose_a_file_is_matters_to_who_asks_for_that(made, shm):
+    """Whoever was told which one to read may read another user's, and through a link."""
+    (shm / "link").symlink_to(shm / "r")
+    (shm / "r").chmod(0o622)
+    for name in ("r", "link"):
+        with contextlib.closing(Reader(shm / name)) as reader:
+            assert reader.steps == [0] and reader.is_there()
+    assert refusal(Reader, shm / "r", mine=True) == f"{shm}/r: may be written to by others (mode 622)"
+    assert refusal(Reader, shm / "link", mine=True).startswith(f"{shm}/link: cannot be opened: ")
+    (shm / "r").chmod(0o644)
+    Reader(shm / "r", mine=True).close()
+
+
+@pytest.mark.parametrize(("user", "mode", "why"), [
+    (0, 0o100600, ""), (0, 0o100644, ""), (0, 0o100620, "may be written to by others (mode 620)"),
+    (0, 0o101602, "may be written to by others (mode 602)"), (1, 0o100600, ""),
+    (1, 0o100666, ""),
+])
+def test_what_is_another_users_or_may_be(user, mode, why):
+    """user: how many after the one that runs this."""
+    mine = os.geteuid()
+    found = not_mine(os.stat_result((mode, 0, 0, 1, mine + user, 0, 0, 0, 0, 0)))
+    assert found == (f"belongs to user {mine + 1}, and this process runs as {mine}" if user else why)
+
+
+def test_who_may_write_is_for_the_caller_to_say():
+    """A directory of a group, say."""
+    found = os.stat_result((0o40770, 0, 0, 1, os.geteuid(), 0, 0, 0, 0, 0))
+    assert not_mine(found, 0o002) == "" and not_mine(found, 0o020) and not_mine(found)
+
+
+def test_what_a_reader_says_of_the_file(made, shm):
+    """Adam of three fp32 elements: parameter and two moments, the count of steps, the options; and two integers."""
+    with contextlib.closing(Reader(shm / "r")) as reader:
+        assert (reader.slots, reader.epoch, reader.rounding) == (3, 3, "torch-cuda-foreach")
+        assert (reader.start, reader.verified, reader.heard) == ("", None, None)
+        constants, arrays = 2 * 8, 3 * 3 * 4
+        assert constants + arrays < reader.nbytes < constants + arrays + 200 < made.nbytes
+        made.heard(9)
+        advance(made)
+        made.mark_verified()
+        assert (reader.heard, reader.verified, sorted(reader.times)) == (9, 1, [0, 1])
+        assert all(abs(at - time.time()) < 3600 for at in reader.times.values())
