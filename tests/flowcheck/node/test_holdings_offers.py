@@ -17,6 +17,7 @@ from flowcheck.control.ask import DISK, MEMORY
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
 from flowcheck.node import holdings
 from flowcheck.node.holdings import DiskShelf, Gone, MemoryShelf, inode_of
+from updater.reader import Reader
 from updater.replica import Replica
 
 from .holdings_scene import WHOLE, Clock, id_of, replicas, steps, whole
@@ -192,6 +193,16 @@ def test_what_was_compared_and_of_which_start_it_is_is_said_of_each_version(
         version = Version.of(json.loads(memory.hold(offer.id).manifest()), "x")
         assert (version.step, version.matches) == (offer.step, offer.matches)
         memory.release(memory._held[offer.id])  # there are not as many slots to hold
+
+
+def test_a_version_that_goes_between_two_looks_has_matched_nothing(
+    make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(steps=1)
+    for what in ("matches", "times"):
+        monkeypatch.setattr(Reader, what, property(lambda reader: {}))
+    assert [(one.offer.step, one.offer.matches, one.offer.age_seconds) for one in memory.look()] == [
+        (1, 0, None), (0, 0, None)]
 
 
 def test_the_name_of_a_version_is_made_of_its_place_and_its_step(
