@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.rebuild.events import Held, Patched
+from flowcheck.rebuild.events import Event, Held, Patched
 from flowcheck.rebuild.partial import Patch, cost_of
 
 from .holes_scene import HOLE, Scene
-from .live_scene import NAMES, alike, small_job
+from .live_scene import NAMES, Live, alike, small_job
 
 GRADIENTS_LOST = "gradients were lost"
 
@@ -261,3 +261,31 @@ def test_traffic_that_cannot_be_placed_at_all_is_no_matter_of_ranges(scene: Call
 def test_bytes_of_an_element(name: str, options: dict[str, Any], cost: int) -> None:
     job = small_job(optimizer=name, options=options)
     assert set(cost_of(job).values()) == {cost}
+
+
+class Catching:
+    """In place of a CatchUp: of what it was shown, and whether it was closed."""
+
+    def __init__(self) -> None:
+        self.busy, self.looked, self.closed = True, list[Any](), 0
+
+    def look(self, session: Any) -> Iterator[Event]:
+        self.looked.append(session)
+        yield Held(len(self.looked), 6, False, "of a test")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_trainers_are_not_asked_while_peers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    catching, asked = Catching(), list[Any]()
+    at = Live(monkeypatch, members={}, patched=True, catching=catching)  # type: ignore[arg-type]
+    assert at.resync is not None
+    monkeypatch.setattr(at.resync, "look", lambda session: asked.append(session) or iter(()))
+    at.look()
+    assert catching.looked == [at.session] and asked == [] and at.said == [Held(1, 6, False, "of a test")]
+    catching.busy = False
+    at.look()
+    assert catching.looked == [at.session] * 2 and asked == [at.session]
+    at.session.close()
+    assert catching.closed == 1
