@@ -200,13 +200,13 @@ def test_nor_one_that_has_what_trainers_alone_can_say(has: str) -> None:
     assert remedy == "leave them out, to follow gathered parameters alone; or flowcheck.attach in its trainers"
 
 
-@pytest.mark.parametrize("arenas", [2, 5, 64])
+@pytest.mark.parametrize("arenas", [2, 5, 64, 65])
 def test_three_sets_of_parameters_and_the_arenas_have_to_fit(arenas: int) -> None:
     """To the last byte, with 64 of them."""
     job = sharded_job(count=[1 << 18], dtype="float32")  # 1 MiB
     plan = plan_job(job, arenas=arenas)
     assert plan.engine.gradient_bytes == 1 << 20
-    least = 3 + arenas + 1  # and a bit for every 8 bytes of an arena
+    least = 3 + arenas + -(-arenas // 64)  # and a bit for every 8 bytes of an arena
     check_memory(plan, ReplicaSettings(memory_mb=least))
     with pytest.raises(UserError) as refused:
         check_memory(plan, ReplicaSettings(memory_mb=least - 1))
