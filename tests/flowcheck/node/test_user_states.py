@@ -161,6 +161,20 @@ def test_it_does_not_wait_for_long_nor_for_who_is_past_it(kept: Kept) -> None:
     assert kept.states.gathered(kept.replica, 7, LONGEST) == {0: b"7 0", 2: b"7 2"}
 
 
+def test_a_state_of_an_older_step_does_not_hold_up_its_rank(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gave one for step 9 before. Rank 2 has not yet."""
+    here: list[bool] = []
+    for step, rank in ((9, 0), (8, 0), (9, 1)):
+        kept.put(step, rank)
+    kept.settle()
+    monkeypatch.setattr(kept.states._changed, "wait_for", lambda true, seconds: here.append(true()))
+    kept.states.gathered(kept.replica, 9)
+    kept.put(8, 2)
+    kept.settle()
+    kept.states.gathered(kept.replica, 9)
+    assert here == [True, False]
+
+
 def test_who_has_given_nothing_for_long_is_not_waited_for(kept: Kept) -> None:
     kept.put(1, 0)
     kept.put(1 + user_states.AHEAD + 1, 1)
