@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import api
 from flowcheck.node.api import OPEN, _key, make_app, may, span_of
 from flowcheck.node.api_description import describe
-from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf
+from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
 
 KEY = "k" * 64
 SHOWN = [(b"authorization", f"Bearer {KEY}".encode())]
@@ -190,6 +191,12 @@ def app(memory: FakeShelf, disk: FakeShelf) -> Iterator[Any]:
 def test_an_application_is_guarded() -> None:
     made = make_app({}, KEY)
     assert get(made, "/v1/versions", []).status == 401 and get(made, "/openapi.json").status == 200
+
+
+def test_an_application_is_made_of_all_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_Api", lambda *given: SimpleNamespace(app=given))
+    made: Any = make_app("shelves", KEY, "glance", "streams")  # type: ignore[arg-type]
+    assert made._app == ("shelves", "glance", "streams")
 
 
 ID = offer("memory", 7).id
@@ -500,9 +507,9 @@ def test_a_manifest_that_was_removed_while_it_was_hashed(app: Any, memory: FakeS
     assert (answer.status, answer.json) == (404, {"why": "x: removed"})
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(Gone("a"), 404), (Pressed("a", where="w"), 503), (EnvironmentProblem("a"), 500)]
-)
+@pytest.mark.parametrize(("error", "status"), [
+    (Gone("a"), 404), (Pressed("a", where="w"), 503), (EnvironmentProblem("a"), 500), (Withheld("a"), 403),
+])
 def test_what_goes_wrong_is_said(app: Any, memory: FakeShelf, error: Any, status: int) -> None:
     memory.fails = error
     answer = get(app, f"/v1/versions/{ID}/manifest.json")
@@ -528,6 +535,7 @@ def test_a_whole_file(app: Any, memory: FakeShelf) -> None:
 def test_what_a_rank_gave_of_itself(app: Any, memory: FakeShelf) -> None:
     answer = get(app, f"/v1/versions/{ID}/user/3")
     assert (answer.status, answer.body, answer.headers["content-length"]) == (200, b"of rank 3", "9")
+    assert answer.headers["content-type"] == "application/octet-stream"
     for path in (f"{ID}/user/4", f"{ID}/user/{'9' * 30}", f"{ID}/user/x", f"{ID}/user/-3", f"{'m' + '0' * 31}/user/3"):
         assert get(app, f"/v1/versions/{path}").status == 404
     assert memory.threads == {"flowcheck memory_0"}
