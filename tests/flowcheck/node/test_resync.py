@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from flowcheck.control.protocol import Patch, Ranges
 from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
 from flowcheck.job.model import ModelEntry
 from flowcheck.lab.synth import example_job
 from flowcheck.node.config import ReplicaSettings
@@ -155,6 +157,43 @@ def test_what_is_out_counts_against_the_budget(monkeypatch: pytest.MonkeyPatch) 
     at.go(2)
     asked = [said for said in at.said if isinstance(said, Asked)]
     assert [(said.elements, said.nbytes) for said in asked] == [(1 << 18, 1 << 20)]
+
+
+def test_what_has_been_answered_makes_no_room_before_the_next_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a rank that answers fast would be asked for more than the budget of an iteration."""
+    at = Asking(monkeypatch, job=small_job(count=[300_000, 20]), holes={2: (0, 140_000)}, resync_mb=1)
+    at.go(2)
+    asked = [rank for rank in (0, 1) if at.told(rank)]
+    for rank in asked:
+        at.give(rank, 3, -0.5)
+    at.poll()
+    at.poll()
+    assert [said.elements for said in at.said if isinstance(said, Asked)] == [1 << 18]
+    at.go(3)
+    assert [said.elements for said in at.said if isinstance(said, Asked)] == [1 << 18, 280_000 - (1 << 18)]
+
+
+def test_nothing_is_asked_where_no_iteration_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Asking(monkeypatch, holes={2: HOLE})
+    at.go(2)
+    at.session.patch(0, Patch(at.told(0)[0].request, 0, refused="exp_avg is not all on this rank"), {})
+    for session in (SimpleNamespace(partial=at.partial, next=None), SimpleNamespace(partial=None, next=3)):
+        assert list(at.resync.look(session)) == []  # type: ignore[arg-type]
+    assert at.resync.by_ranges and len(at.told(0)) == 1
+
+
+@pytest.mark.parametrize(("following", "first"), [(7, 7), (0, 0), (None, 0)])
+def test_an_answer_is_of_use_from_the_next_iteration_on(following: int | None, first: int) -> None:
+    job = example_job(count=[40, 20], startup=False)
+    taken: list[Any] = []
+    session = SimpleNamespace(partial=SimpleNamespace(take=lambda *given: taken.append(given)), clock=Clock(100),
+                              next=following)
+    parameters, states = torch.ones(2), torch.zeros(2)
+    Resync(ReplicaSettings(), plan_job(job), dict).take(
+        session, 1, Patch(5, 109, [("w", 3, 2)]), {"model.w": parameters, "state.w.exp_avg": states})  # type: ignore[arg-type]
+    [(patch, since)] = taken
+    assert (patch.rank, patch.request, patch.iteration, patch.ranges, since) == (1, 5, 9, (("w", 3, 2),), first)
+    assert patch.parameters["w"] is parameters and patch.state["w"]["exp_avg"] is states
 
 
 def test_each_question_says_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
