@@ -40,6 +40,12 @@ class Files:
     def of_others(self) -> list[Path]:
         return self.others
 
+    def left(self, start: str) -> LeftoverReplica | None:
+        return {"the same start": OLD}.get(start)
+
+    def resume(self, path: Path) -> None:
+        self.asked.append((path,))
+
 
 class Scene:
     def __init__(self, gone: tuple[LeftoverReplica, ...] = (), kept: tuple[LeftoverReplica, ...] = ()) -> None:
@@ -102,3 +108,16 @@ def test_what_groups_of_other_jobs_left_is_named(kept: tuple[LeftoverReplica, ..
 def test_another_error_is_left_as_it_is() -> None:
     error = UserError("the optimizer is not known", where="job manifest", remedy="another")
     assert Scene(kept=(OLD,)).standing.no_room(error) is error
+
+
+def test_a_file_that_is_taken_up_stands_at_once_and_is_said() -> None:
+    """Its predecessors go, and its versions are not the first of a new one."""
+    at = Scene(gone=(OLDER,))
+    assert at.standing.left("the same start") is OLD and at.standing.left("another") is None
+    at.standing.new()
+    at.standing.resumed(OLD.path, at.job, 7)
+    at.standing.first(at.job, 8)
+    assert at.files.asked == [(OLD.path,), (at.job.run_id, at.job.epoch, 7)]
+    assert at.said == [
+        removed(OLDER, "it was never verified, and a better or newer one is kept"),
+        ("resumed", {"run_id": at.job.run_id, "epoch": at.job.epoch, "step": 7, "path": str(OLD.path)})]
