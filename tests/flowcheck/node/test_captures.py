@@ -12,7 +12,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.captures import PlannedCapture, naming, plan_captures, ring_memory
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config import LARGEST_RING, NodeConfig
 
 NIC, FAR = "0000:81:00.0", "0000:01:00.0"
 CONTROL = {"listen": "localhost:1", "token_file": "t"}
@@ -49,6 +49,10 @@ def test_streams_are_numbered_over_all_captures(tmp_path: Path) -> None:
     assert [one.table for one in planned] == ["capture[0]", "capture[1]"]
     assert planned[0].live.cores == (4, 2, 0) and planned[1].live.path_mtu == 1024
     assert [one.live.entries for one in planned] == [16384, 16384]
+    three = plan(tmp_path, *({"device": device, "queues": queues} for device, queues in
+                             (("ring", 3), ("null", 2), ("0000:81:00.0", 2))))
+    assert [one.live.streams for one in three] == [(0, 1, 2), (3, 4), (5, 6)]
+    assert [one.device for one in three] == ["ring", "null", "0000:81:00.0"]
 
 
 def test_the_ring_as_the_settings_say_it(tmp_path: Path) -> None:
@@ -73,7 +77,16 @@ def test_the_largest_ring_that_has_room(tmp_path: Path, dump: str, ring_mb: int)
 def test_memory_without_room_for_any_ring(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 MiB hold no ring of 64 packets, which takes") as refused:
         plan(tmp_path, {"device": "null"}, {"device": "ring", "path_mtu": 4096, "dump": "hold", "ring_mb": 1})
-    assert refused.value.where == "capture[1].ring_mb" and refused.value.remedy.endswith("or more")
+    least = int(refused.value.remedy.removesuffix(" or more"))
+    assert refused.value.where == "capture[1].ring_mb" and refused.value.what.endswith(f", which takes {least}")
+    assert least > 1 and plan(tmp_path, {"device": "ring", "path_mtu": 4096, "dump": "hold", "ring_mb": least})
+    with pytest.raises(UserError, match=f"{least - 1} MiB hold no ring"):
+        plan(tmp_path, {"device": "ring", "path_mtu": 4096, "dump": "hold", "ring_mb": least - 1})
+
+
+def test_memory_beyond_the_largest_ring(tmp_path: Path) -> None:
+    (one,) = plan(tmp_path, {"device": "ring", "path_mtu": 256, "ring_mb": 1 << 24})
+    assert one.live.entries == LARGEST_RING
 
 
 def test_engines_are_those_of_the_devices_numa_node_and_nobody_elses(machine: Path) -> None:
@@ -100,6 +113,11 @@ def test_engines_that_are_not_there(machine: Path) -> None:
             plan(machine, {"device": device, "dump": "dma", "engines": engines, "queues": queues})
         assert refused.value.where == "capture.engines" and what in refused.value.what and refused.value.remedy
     assert "dpdk-devbind.py" in refused.value.remedy  # what the one that is there lacks
+    for root, here in ((machine, "0000:00:01.0, 0000:80:01.0, 0000:80:01.1, 0000:80:01.2"),
+                       (machine / "none such", "none here")):
+        with pytest.raises(EnvironmentProblem) as refused:
+            plan(root, {"device": "ring", "dump": "dma", "engines": ["wq0.0"]})
+        assert refused.value.remedy == f"one of: {here}; or dma_skeleton, which is for tests"
 
 
 def test_two_engines_of_the_same_name_are_two_where_they_are_made_for_it(tmp_path: Path) -> None:
@@ -110,7 +128,7 @@ def test_two_engines_of_the_same_name_are_two_where_they_are_made_for_it(tmp_pat
 def test_an_interface_that_is_not_there_names_the_table(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="interface flowcheck9") as refused:
         plan(tmp_path, {"device": "ring"}, {"device": "af_packet:flowcheck9"})
-    assert refused.value.where == "capture[1]"
+    assert refused.value.where == "capture[1]" and refused.value.remedy
 
 
 def test_a_device_that_is_not_one_names_the_table(tmp_path: Path) -> None:
@@ -126,3 +144,6 @@ def test_what_dpdk_refuses_has_the_devices_name_once(tmp_path: Path) -> None:
             raise DpdkError(22, what, "another core")
         assert refused.value.what == "ring: no thread can be bound to core 7"
         assert (refused.value.errno, refused.value.remedy) == (22, "another core")
+    with pytest.raises(DpdkError) as refused, naming(one):
+        raise DpdkError(0, "odd", "")
+    assert (refused.value.errno, refused.value.what) == (0, "ring: odd")
