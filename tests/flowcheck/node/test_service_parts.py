@@ -178,3 +178,111 @@ def test_a_check_tries_every_core(world: World, tmp_path: Path, monkeypatch: pyt
     capture = {"device": "ring", "huge": False, "cores": [1], "place_cores": [0]}
     service.check(settings(tmp_path, capture=capture), True)
     assert tried == [(1, 0)]
+
+
+# -- while it runs -------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """A part that notes what it is told. failure: of a group's thread."""
+
+    def __init__(self, name: str, done: list[Any], failure: BaseException | None = None) -> None:
+        self.name, self._done, self.failure, self.error = name, done, failure, None
+
+    def look(self) -> None:
+        self._done.append((self.name, "look"))
+
+    def alive(self) -> None:
+        self._done.append((self.name, "alive"))
+
+    def tell(self, what: Any) -> None:
+        self._done.append((self.name, what))
+
+
+def running(done: list[Any], **parts: Any) -> Any:
+    """What a node's turns use of it. A part that is None is not there."""
+    made = {name: Told(name, done) for name in ("telling", "serving", "storing", "copying", "common", "notify")}
+    given = {f"_{name}": one for name, one in made.items()} | {
+        "_drops": [Told("drops 0", done), Told("drops 1", done)], "_started": False, "_groups": {}, "_unattended": [],
+        "_reload": False, "_key": "a key", "_check_captures": lambda: done.append("captures"),
+        "_look_at_access": lambda: done.append("access"),
+        "_access": SimpleNamespace(look=lambda at_once: done.append(("access", at_once)), keys="keys"),
+    }
+    return SimpleNamespace(**given | parts)
+
+
+def test_what_is_looked_at_in_each_turn() -> None:
+    done: list[Any] = []
+    everything = [("drops 0", "look"), ("drops 1", "look"), "captures", ("telling", "look"), ("serving", "look"),
+                  ("storing", "look"), ("copying", "look"), ("common", "look"), "access", ("notify", "alive")]
+    service.Node._turn(running(done, _started=True))
+    assert done == everything
+    for absent, seen in (({"_started": False}, {"captures"}), ({"_serving": None}, {("telling", "look"),
+                         ("serving", "look")}), ({"_telling": None}, {("telling", "look"), ("serving", "look")}),
+                         ({"_storing": None}, {("storing", "look")}), ({"_copying": None}, {("copying", "look")})):
+        done.clear()
+        service.Node._turn(running(done, **{"_started": True, **absent}))
+        assert done == [one for one in everything if one not in seen]
+
+
+def test_a_thread_that_has_died_ends_the_turn() -> None:
+    """Of a group, or of a job without trainers; whoever watches the node is not told that it is well."""
+    died = RuntimeError("a fault of ours")
+    for parts in ({"_groups": {"a": Told("a", []), "b": Told("b", [], died)}}, {"_unattended": [Told("u", [], died)]}):
+        done: list[Any] = []
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            service.Node._turn(running(done, **parts))
+        assert done[-1] == ("common", "look")
+    done = []
+    service.Node._turn(running(done, _groups={"a": Told("a", done)}, _unattended=[Told("u", done)]))
+    assert done[-1] == ("notify", "alive")
+
+
+def test_tokens_that_have_changed_are_told_to_those_beside() -> None:
+    done: list[Any] = []
+
+    def look(at_once: bool) -> bool:
+        done.append(at_once)
+        return changed
+
+    changed = False
+    access = SimpleNamespace(look=look, keys="keys")
+    node = running(done, _access=access, _reload=True)
+    service.Node._look_at_access(node)
+    assert done == [True] and node._reload is False
+    service.Node._look_at_access(node)
+    changed = True
+    service.Node._look_at_access(node)
+    assert done == [True, False, False, ("serving", "keys"), ("copying", "a key")]
+    done.clear()
+    service.Node._look_at_access(running(done, _access=access, _serving=None))
+    service.Node._look_at_access(running(done, _access=access, _copying=None))
+    assert done == [False, ("copying", "a key"), False, ("serving", "keys")]
+
+
+def test_a_group_that_made_room_has_not_ended_when_it_comes_back(make: Make, world: World) -> None:
+    """Its next job may not be pushed out for the end of the one before."""
+    node = make()
+    for name, other in (("a", "b"), ("b", "a")):
+        node._group(name)
+        world.groups[-1].plan = "a job"
+        node._say_of(name, "end", name=name, run_id="run", serves=True)
+        assert getattr(node._group(other), "name", "") == other
+    world.groups[-1].plan = "a job"
+    assert node._group("b") == "1 groups are attached, this node has room for no more"
+
+
+def test_how_many_ranks_of_each_group_are_connected(make: Make, world: World) -> None:
+    node = make(groups=2)
+    for name in ("a", "b"):
+        node._group(name)
+    world.groups[1].members.update({0: "one", 3: "another"})
+    assert node._connected() == {"a": 0, "b": 2}
+
+
+def test_a_group_of_a_job_without_trainers_is_no_trainers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "unattended_jobs", lambda config: [])
+    node = make(also={"follow": (SimpleNamespace(group="fsdp"),)})
+    assert node._group("fsdp") == (
+        "group 'fsdp' is of [[follow]] in this node's settings, without trainers; attach with another")
+    assert getattr(node._group("ddp"), "name", "") == "ddp"
