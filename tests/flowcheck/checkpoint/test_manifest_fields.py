@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flowcheck.checkpoint import directory
 from flowcheck.checkpoint.directory import Meta, load_parameters, load_step, step_manifest, write_parameters, write_step
 
 from .test_reading import WEIGHT, changed, refused, seal
@@ -44,6 +46,19 @@ def test_a_step_that_lies_elsewhere_has_the_manifest_of_one_in_a_directory(tmp_p
     assert manifest["user"].keys() == {"3"}
     files, users = manifest["files"], manifest["user"]
     assert step_manifest(7, META, files, users) == manifest
+    assert (path / "manifest.json").read_text() == json.dumps(manifest, indent=1) + "\n"  # lines, as in a store
     assert step_manifest(7, META, files, users, stored=1.5) == seal({**manifest, "stored": 1.5})
     alone = step_manifest(7, META, files, {})
     assert alone == seal({key: value for key, value in manifest.items() if key != "user"})
+
+
+def test_a_manifest_that_grows_is_read_no_further_than_one_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file of the kernel's, whose length is 0 when it is opened."""
+    path = write_step(tmp_path, 1, {"w": WEIGHT}, {}, META)
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("/proc/self/maps")
+    monkeypatch.setattr(directory, "MANIFEST_BYTES", 10)
+    what = "has 11 bytes; no manifest has more than 10"
+    assert refused(load_step, path)[:2] == (f"{path}/manifest.json", what)
