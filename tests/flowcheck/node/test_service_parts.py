@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import service
 from flowcheck.node.config import NodeConfig
@@ -149,12 +151,71 @@ def test_devices_on_the_bus_are_opened_by_who_holds_the_rights(
 
     rights = SimpleNamespace(opens_with_dpdk=True, call=call, give_back=bool)
     monkeypatch.setattr(service, "Rights", lambda drivers: rights)
-    make()
-    assert asked[:2] == [service.start_eal, service.LiveSource]
+    make().close()
+    assert asked[:2] == [service.start_eal, service.LiveSource] and asked[-1].__name__ == "close"
+    assert world.done[-2:] == ["close capture", "close eal"]
     rights.opens_with_dpdk = False
     asked.clear()
     make()
     assert asked[0] is service.LiveSource
+
+
+def test_what_is_told_of_a_node_has_all_its_parts(
+    make: Make, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its port, what is common, and after how many checksums it offers anything; what it says afterwards is counted."""
+    telling: list[tuple[Any, ...]] = []
+    counted = Noted()
+    serving = noted(monkeypatch, "Serving")
+
+    def beside(*given: Any, **named: Any) -> Any:
+        telling.append((*given, named))
+        return SimpleNamespace(tally=SimpleNamespace(beside=lambda say: counted), look=bool, close=bool,
+                               board=SimpleNamespace(fd="a board"))
+
+    monkeypatch.setattr(service, "Telling", beside)
+    for name in ("Drops", "Writer", "ControlServer", "Neighbours"):
+        noted(monkeypatch, name)
+    node = make(name="mine", api={"listen": "127.0.0.1:0", "shadow": 5})
+    ((name, planned, captures, port, connected, named),) = telling
+    assert (name, planned, captures, port) == ("mine", node._planned, node._captures, node._port)
+    assert connected() == {} and named == {"common": node._common.document, "shadow": 5}
+    assert serving.given == [(node.config, node._access.keys, counted, "a board")]
+
+
+def test_neighbours_are_shown_the_key_of_a_peer_and_said(
+    make: Make, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    neighbours = noted(monkeypatch, "Neighbours")
+    (tmp_path / "peer").write_text("a token of peers alone")
+    (tmp_path / "trainer").write_text("a token of trainers alone")
+    tokens = {name: str(tmp_path / name) for name in ("peer", "trainer")}
+    node = make(control={"listen": "127.0.0.1:0"}, tokens=tokens, common={"nodes": ["n:1"]})
+    ((addresses, token, common, say, tls),) = neighbours.given
+    assert (addresses, common, tls) == ([("n", 1)], node._common, None) and say == world.say
+    assert token() == b"a token of peers alone" and neighbours.done == ["start"]
+
+
+def test_a_certificate_of_nobody_is_found_before_anything_starts(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(service, "client_context", asked.append)
+    monkeypatch.setattr(service, "Access", lambda *_: "access")
+    config = settings(tmp_path).model_copy(update={"tls": SimpleNamespace(ca="whose")})
+    assert service._check_files(config, world.say) == "access" and asked == ["whose"]  # type: ignore[comparison-overlap]
+
+
+def test_a_core_that_a_check_refuses_is_said_with_its_device(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(cores: Any) -> None:
+        raise DpdkError(1, "no core 1", "another core")
+
+    monkeypatch.setattr(service, "check_cores", refuse)
+    with pytest.raises(DpdkError) as refused:
+        service.check(settings(tmp_path, capture={"device": "ring", "huge": False}), True)
+    assert (refused.value.what, refused.value.remedy) == ("ring: no core 1", "another core")
 
 
 def test_where_it_listens_is_said(world: World) -> None:
@@ -169,7 +230,7 @@ def test_a_check_names_the_address_that_is_not_of_this_machine(world: World, tmp
     files = {"token_file": str(tmp_path / "token")} if part == "control" else {}
     with pytest.raises(EnvironmentProblem) as found:
         service.check(settings(tmp_path, **{part: {"listen": "192.0.2.1:7070", "insecure": True, **files}}), True)
-    assert found.value.where == "192.0.2.1:7070" and setting in found.value.remedy
+    assert found.value.where == "192.0.2.1:7070" and re.search(rf"\b{setting}\b", found.value.remedy)
 
 
 def test_a_check_tries_every_core(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
