@@ -193,6 +193,17 @@ def test_what_a_library_refuses(work: str) -> None:
     assert not isinstance(caught.value, Missing)
 
 
+@pytest.mark.parametrize(("error", "said"), [
+    (RuntimeError("y" * 301 + "\nz"), "RuntimeError: " + "y" * 300),
+    (ValueError("\n first \nsecond"), "ValueError: first "),
+    (OSError(28, "No space left", "a name"), "OSError: No space left"), (KeyError(), "KeyError"),
+])
+def test_of_what_a_library_says_one_line_is_kept(error: Exception, said: str) -> None:
+    with pytest.raises(StoreError) as caught:
+        _Remote("broken://bucket", Broken(error), "bucket").size("m")
+    assert caught.value.what == f"cannot be looked up: {said}"
+
+
 def test_what_a_library_does_not_find() -> None:
     store = _Remote("broken://bucket", Broken(FileNotFoundError(errno.ENOENT, "nothing there")), "bucket")
     assert store.children("run") == [] and store.read("run/m", 7, 0) == b""

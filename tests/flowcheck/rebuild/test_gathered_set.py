@@ -66,6 +66,16 @@ def test_blocks_hold_a_piece_of_every_tensor() -> None:
     assert values(found) == {"group0.weight": [*range(11), *range(13, 24)], "group0.bias": [11, 12, 24]}
 
 
+def test_a_tensor_has_its_own_shape_and_the_type_of_the_wire() -> None:
+    job = sharded_job(count=(25, 6), dtype="bfloat16")
+    job.model[0].shape[:] = [2, 11]
+    scene = Scene(job)
+    at = ShardedParameters(scene.plan)
+    found = at.take(1, scene.gather(1)).parameters
+    assert at.dtype == "bfloat16" and {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    assert found["group0.weight"].tolist() == [[*range(11)], [*range(11, 22)]]
+
+
 def test_a_set_is_of_the_arena_no_more() -> None:
     scene = Scene()
     at = ShardedParameters(scene.plan)
