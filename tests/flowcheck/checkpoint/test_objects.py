@@ -77,13 +77,20 @@ def test_what_is_not_there(store: Objects) -> None:
     assert not isinstance(StoreError("x"), Missing)
 
 
+def test_only_files_of_this_machine_are_a_directory(tmp_path: Path) -> None:
+    assert isinstance(open_store(f"memory://{os.getpid()}/{next(NUMBERS)}", {}), _Remote)
+    for url in (str(tmp_path), f"file://{tmp_path}"):
+        assert not isinstance(open_store(url, {}), _Remote)
+
+
 def test_what_cannot_be_written_says_where(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "s"), {})
     (tmp_path / "s").write_text("a file")
     for work in (lambda: store.put("x/m", [b"1"]), lambda: store.replace("x/l", b"1")):
         with pytest.raises(StoreError, match=r"cannot be written: .*irectory") as caught:
             work()
-        assert str(tmp_path / "s") in caught.value.where and "free space" in caught.value.remedy
+        assert str(tmp_path / "s") in caught.value.where
+        assert caught.value.remedy == "free space on that file system, or a smaller store.keep"
 
 
 def test_a_small_one_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
@@ -101,6 +108,13 @@ def test_what_a_killed_process_left_is_removed_and_not_listed(tmp_path: Path) ->
     (tmp_path / ".m.partial-1").write_bytes(b"of another")
     store.replace("l", b"1")
     assert store.children("") == ["l"] and sorted(os.listdir(tmp_path)) == [".m.partial-1", "l"]
+
+
+def test_what_another_process_removes_first_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [folder / pattern.replace("*", "gone")])
+    store = open_store(str(tmp_path), {})
+    store.replace("l", b"1")
+    assert store.read("l", 0, 1) == b"1"
 
 
 @pytest.mark.parametrize(

@@ -330,6 +330,22 @@ def test_a_version_is_put_into_shards(world) -> None:
         assert torch.equal(mine.to_local(), theirs.to_local()) and theirs.placements == other.placements
 
 
+def test_a_shard_goes_to_the_device_of_the_one_that_it_replaces(world) -> None:
+    """There is none but this here: what is asked of each is looked at."""
+    asked: list[Any] = []
+
+    class Came(torch.Tensor):
+        def to(self, device: Any) -> torch.Tensor:  # type: ignore[override]
+            asked.append(device)
+            return self.as_subclass(torch.Tensor)
+
+    one = Sharded()
+    version = version_of(one)
+    version.model.update({name: value.as_subclass(Came) for name, value in version.model.items()})
+    version.load(one.model, one.optimizer)
+    assert asked == [torch.device("cpu")] * 4, "what every rank has whole is torch's business"
+
+
 @pytest.mark.parametrize(("change", "what"), [
     (lambda version: version.model.update({"one.bias": torch.zeros(3)}), "one.bias has the shape [3], and here [2]"),
     (lambda version: version.model.pop("one.bias"), "has 4 entries and 4 optimized parameters; here are 5 and 4"),

@@ -129,9 +129,10 @@ def test_pieces_of_megatron_are_put_where_its_optimizers_have_them(monkeypatch: 
 
     monkeypatch.setattr(recovered, "Pieces", Pieces)
     monkeypatch.setattr(recovered, "instances", lambda model: 2 if model is job.model else 0)
+    job.model = torch.nn.ParameterDict({"of another name": job.model["w"], "b": job.model["b"]})
     VERSION.load(job.model, job.optimizer)
     assert said == [(job.model, job.optimizer), (["b", "w"], VERSION.optimizer["param_groups"], [0])]
-    assert not job.model["w"].any(), "by them alone"
+    assert not any(value.any() for value in job.model.values()), "by them alone"
 
 
 # -- in words ------------------------------------------------------------------------------------------------
