@@ -45,8 +45,9 @@ def values(found: Gathered) -> dict[str, list[float]]:
 
 
 def test_there_is_none_before_the_first() -> None:
-    at = ShardedParameters(Scene().plan)
-    assert (at.step, at.due, at.dtype, dict(at.newest.parameters)) == (-1, False, "mixed", {})
+    plan = Scene().plan
+    at = ShardedParameters(plan)
+    assert (at.step, at.due, at.dtype, at.newest) == (-1, False, "mixed", Gathered(plan.job, -1, {}))
     assert at.take(1, []) is at.newest and at.step == -1 and not at.due
 
 
