@@ -235,3 +235,22 @@ def test_gradients_stay_until_the_workers_are_done():
     slot.flush()
     gc.collect()
     assert kept() is None and slot.parameters["b"].tolist() == [[-1, -2, -3], [-4, -5, -6]]
+
+
+def test_what_a_patch_brings_stays_until_the_workers_have_written_it():
+    """Over what was built by then, and no other element."""
+    made = replica()
+    slot = made.build(1, layout())
+    for index, gradient in enumerate((FIRST, SECOND)):
+        slot.apply(index, gradient)
+    slot._pool = IdlePool(slot._pool)
+    data = torch.tensor([5.0, 6.0]).numpy()
+    kept = weakref.ref(data)
+    slot.patch([("a", 1, 1), ("b", 4, 1)], {"a": torch.from_numpy(data[:1]), "b": torch.from_numpy(data[1:])}, {})
+    del data
+    gc.collect()
+    assert kept() is not None and slot.parameters["a"].tolist() == [-11, -12, -13, -7]
+    slot.flush()
+    gc.collect()
+    assert kept() is None and slot.parameters["a"].tolist() == [-11, 5, -13, -7]
+    assert slot.parameters["b"].tolist() == [[-1, -2, -3], [-4, 6, -6]]

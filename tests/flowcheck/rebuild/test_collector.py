@@ -7,6 +7,7 @@ import pytest
 
 from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.collector import EvidenceCollector
+from flowcheck.rebuild.given import Given
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.verdict import BucketEvidence, Clause, Evidence, StreamEvidence
 from parser.nccl import of
@@ -238,6 +239,14 @@ def test_cells_that_differ_and_count_as_there_fail_the_iteration() -> None:
     )
 
 
+@pytest.mark.parametrize(("cells", "counted"), [((0, 1), 0), ((21, 24), 24), ((11, 17), 32), ((20, 23), 16)])
+def test_books_are_looked_at_from_the_first_cell_to_the_last(cells: tuple[int, int], counted: int) -> None:
+    """Buckets are cells 0 to 11 and 16 to 20; the region has 24."""
+    plan, engine = made()
+    differing(engine, cells)
+    assert look(plan, engine).evidence.copies_disagreed == counted
+
+
 @pytest.mark.parametrize("change", [
     {"anchored": False, "packets": 0},  # nothing of it was captured
     {"anchored": False, "state": "LOST"},  # its disagreement is logged where it was
@@ -370,6 +379,27 @@ def test_counters_that_were_read_are_what_is_judged() -> None:
     found = EvidenceCollector(plan, engine).collect(
         3, STREAMS, record=False, follows=True, final="", flows=flows)
     assert found.verdict.publishable and look(plan, engine).evidence.unanchored == (BACK,)
+
+
+    engine.cells(3)[5] = False
+    engine.flow(DATA)["packets"] = engine.flow(DATA, stream=1)["packets"] = 0  # and of what is missing the cause
+    found = EvidenceCollector(plan, engine).collect(
+        3, STREAMS, record=False, follows=True, final="", flows=flows)
+    assert found.buckets[0].missing == {"lost": 2} and look(plan, engine).buckets[0].missing == {"not_mirrored": 2}
+
+
+def test_cells_are_counted_by_what_filled_them() -> None:
+    """17 have come, 3 of them again after they were lost, and two peers gave some."""
+    plan, engine = made()
+    assert look(plan, engine).filled == {"stream": 17}
+    engine.cells(3)[2:4] = False
+    differing(engine, (22, 24))
+    engine.repeated[3] = 3
+    collector = EvidenceCollector(plan, engine)
+    collector.given = Given(cells={"a": 2, "b": 1})
+    judged = collector.collect(3, STREAMS, record=False, follows=True, final="ended")
+    assert judged.filled == {"stream": 14, "retransmission": 3, "peer": 3}
+    assert judged.with_checksum("match").filled == judged.with_stale(0).filled == judged.filled
 
 
 def test_who_brought_a_byte_is_asked_of_its_iteration() -> None:
