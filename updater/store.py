@@ -13,8 +13,9 @@ A slot is complete from the one store of its header on and not before: `kill -9`
 before. A slot header whose check does not fit, a size, CRC or hash that does not fit: the file is refused.
 
 Who may do what: one process writes (it holds a lock on the file). Others open read-only and pin a slot with a shared
-lock on the slot's byte; the writer takes the exclusive lock of a slot before it builds in it. The kernel drops the
-locks of a process that dies, so no pin outlives its reader. Locks are of the open file (F_OFD_SETLK), one per pin.
+lock on the slot's byte; the writer takes the exclusive lock of a slot before it builds in it, and lets go of it before
+it says that the version is there. The kernel drops the locks of a process that dies, so no pin outlives its reader.
+Locks are of the open file (F_OFD_SETLK), one per pin.
 """
 
 from __future__ import annotations
