@@ -104,6 +104,14 @@ def test_what_a_member_says_of_itself(around: Around) -> None:
         "epoch": 1, "members": 2, "copies": ["b"], "holders": ["b"], "alone": [], "together": [], "parity": None}]
 
 
+def test_while_nobody_is_root_none_is_named_and_nothing_decided(around: Around) -> None:
+    """Another member was as quick to stand for it, and its lease ended before it was read."""
+    around.registry.elect = lambda name: False
+    around.come("b")
+    assert around.turns(GRACE + 3) == {} and around.seat.decided.epoch == 0
+    assert around.events("registered") == [{"members": 2, "root": "", "epoch": 0}]
+
+
 def test_an_error_that_differs_in_its_details_is_said_once(around: Around) -> None:
     around.come("b")
     around.turns(GRACE + 3)
