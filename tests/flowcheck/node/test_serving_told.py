@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from flowcheck.control.ask import reader_key
-from flowcheck.errors import UserError
+from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import serving
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.serving import AGAIN_SECONDS, END_SECONDS, Serving
@@ -100,6 +100,20 @@ def test_how_it_is_started(scene: Scene, board: int) -> None:
     assert (settings["socket"], settings["board"]) == (descriptor, board)
     assert node.address == "{}:{}".format(*node._socket.getsockname())
     assert node._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+
+
+def test_an_address_that_is_taken_is_named_with_its_setting(scene: Scene) -> None:
+    taken = scene.begin().address
+    with pytest.raises(EnvironmentProblem) as refused:
+        scene.begin(scene.config(api={"listen": taken}))
+    assert refused.value.where == taken and refused.value.remedy.endswith(" a free port in api.listen")
+    assert len(scene.pipes) == 1
+
+
+def test_it_has_the_cores_of_this_process(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not those of another one, though these may be more; without those that a capture is pinned to."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 1, 2} if process == 0 else {1, 2, 3, 4})
+    assert scene.settings(capture={"device": "x", "cores": [2]})["cores"] == [1, 3]
 
 
 def test_a_node_with_nothing_but_an_api(scene: Scene) -> None:
