@@ -304,13 +304,17 @@ def test_what_is_nearly_done_is_waited_for(scene: Scene, monkeypatch: pytest.Mon
     assert pipes.stdin.closed and pipes.stdout.closed
 
 
-def test_what_hangs_is_waited_for_so_long_and_killed(scene: Scene) -> None:
+def test_what_hangs_is_waited_for_so_long_and_killed(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     at = Mine()
     began = scene.now
     at.close()
     assert scene.pipes[0].waits == [1.0], "and then not for long"
     assert scene.pipes[0].killed == 1 and beside.END_SECONDS <= scene.now - began < beside.END_SECONDS + 0.1
     assert at._left == [] and scene.pipes[0].stdout.closed
+    monkeypatch.setattr(beside, "END_SECONDS", 0.0)
+    began, at = scene.now, Mine()
+    at.close()
+    assert scene.now == began and scene.pipes[1].killed == 1, "no longer than that"
 
 
 def test_what_the_kernel_holds_is_left_and_looked_after(scene: Scene) -> None:
