@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
+
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import service
@@ -119,6 +121,64 @@ def test_common_versions_know_how_many_slots_a_replica_has(
     monkeypatch.setattr(service, "Common", common)
     node = make(replica={"directory": str(tmp_path), "slots": 4})
     assert given[0][:3] == (node.config.name, node.config.common.seconds, 4)
+
+
+def test_neighbours_are_told_over_tls_where_there_is_somebody_to_tell(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neighbours = noted(monkeypatch, "Neighbours")
+    monkeypatch.setattr(service, "client_context", lambda ca: ("context of", ca))
+    monkeypatch.setattr(service, "_check_files", lambda *_: SimpleNamespace(of={}, keys=(), tls=None))
+    for nodes in ([], ["h:1", "[::1]:2"]):
+        make(also={"tls": SimpleNamespace(ca="our.pem")}, common={"nodes": nodes}).close()
+    assert [(addresses, tls) for addresses, _, _, _, tls in neighbours.given] == [
+        ([], None), ([("h", 1), ("::1", 2)], ("context of", "our.pem"))]
+    assert neighbours.done == ["start", "close"] * 2
+
+
+def test_the_control_port_has_the_groups_their_shelves_and_what_other_nodes_say(
+    make: Make, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = noted(monkeypatch, "ControlServer")
+    access = SimpleNamespace(of={}, keys=(), tls=None)
+    monkeypatch.setattr(service, "_check_files", lambda *_: access)
+    node = make(replica={"directory": str(make().config.replica.directory), "resync": "state"})
+    (_, (address, of, connections, group, say, shelf, wanted, _, hear)) = control.given
+    assert (address, of, connections) == (("127.0.0.1", 0), access.of, 256)
+    assert (group, say, shelf, wanted, hear) == (node._group, world.say, node._shelf, "state", node._common.hear)
+    assert control.given[0][6] == "ranges" and control.done == ["start", "start"]
+    node.close()
+    assert control.done == ["start", "start", "close"]
+
+
+def test_drops_are_those_of_each_capture_and_checkpoints_as_often_as_it_says(
+    make: Make, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    drops, writer = noted(monkeypatch, "Drops"), noted(monkeypatch, "Writer")
+    node = make(capture=[{"device": device, "huge": False} for device in ("af_packet:lo", "ring")],
+                output={"every": 7, "directory": str(tmp_path)})
+    assert [(one, say) for one, _, say in drops.given] == [(one, world.say) for one in node._planned]
+    assert [of.args for _, of, _ in drops.given] == [(0,), (1,)]
+    assert writer.given == [(world.say, 7)]
+
+
+def test_of_three_captures_each_is_started_once(make: Make, world: World) -> None:
+    """However often a later one has not come up."""
+    node = make(capture=[{"device": device, "huge": False} for device in ("af_packet:lo", "ring", "null")])
+    last = node._captures[2]
+    start = last.start
+
+    def refuse() -> None:
+        raise DpdkError(11, "no thread", "fewer of them")
+
+    last.start = refuse  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(EnvironmentProblem, match="no thread"):
+            node._group("a")
+    last.start = start  # type: ignore[method-assign]
+    node._group("a")
+    assert [one for one in world.done if one.startswith("start capture")] == [
+        "start capture af_packet:lo", "start capture ring", "start capture null"]
 
 
 def test_trainers_are_answered_with_the_certificate_of_the_moment(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
