@@ -180,6 +180,18 @@ def test_a_record_is_missed_only_where_one_is_needed(records: bool, stage: str) 
     assert said == Behind(0, 10, 0, None, stage)
 
 
+@pytest.mark.parametrize(("records", "stage"), [(True, "record"), (False, "update")])
+def test_a_version_that_is_there_missed_a_record_only_where_one_is_needed(records: bool, stage: str) -> None:
+    at = Watched(records=records)
+    at.come(0, 1, 10)
+    for now, what in ((12, "covered"), (90, "applied")):
+        at.now = now
+        at.keeper.note(what, 0)  # type: ignore[arg-type]
+    at.come(1, 80, 81)
+    at.end(0, 95)
+    assert at.keeper.look(None)[0] == Behind(0, 15, 1, None, stage)
+
+
 def test_it_is_on_time_again_after_enough_in_a_row() -> None:
     at, _ = late(0, 1)
     _, events = late(*range(2, 2 + CALM), by=-20, at=at)
