@@ -111,6 +111,22 @@ def test_two_peers_fill_what_the_other_lacks_and_agree_on_the_rest() -> None:
     assert again.place(again.answer((10, 20)), again.answer((10, 20), peer="b")).cells == {"a": 10}
 
 
+def test_only_the_cells_of_a_hole_are_written() -> None:
+    """Beside it a cell of which the streams' copies differed: what a peer has of it changes nothing."""
+    at = Scene((10, 12), void=(8, 9))
+    given = at.place(at.answer((7, 13), wrong=(64, 71)))
+    assert given.filled.tolist() == [[10, 12]] and given.refused == {} and at.right((0, 41))
+    first = Scene((3, 5))
+    assert first.place(first.answer((0, 8))).cells == {"a": 2} and first.right((0, 41)), "from the region's first byte"
+
+
+def test_a_peer_that_has_nothing_takes_nothing_from_the_others() -> None:
+    for order in (1, -1):
+        at = Scene((10, 12))
+        given = at.place(*[Answer("none", ()), at.answer((9, 13)), Answer("no more", ())][::order])
+        assert given.cells == {"a": 2} and given.refused == {} and at.right((0, 41))
+
+
 def test_a_piece_that_touches_the_next_one_is_written_with_it() -> None:
     at = Scene((10, 20))
     assert at.place(at.answer((9, 12), (12, 15), (15, 22))).cells == {"a": 10} and at.right((0, 41))
