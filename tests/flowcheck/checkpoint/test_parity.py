@@ -263,5 +263,6 @@ def test_tensors_of_several_widths_and_of_none() -> None:
     for at in (0, 3, 4, 6):
         memory[at : at + 8] = values.numpy().tobytes()
         assert module._view(memory, at, TensorSpec("float32", (2, 1))).tolist() == [[1.5], [-2.0]]
-    assert module._view(memory, 1, TensorSpec("float64", (0, 3))).shape == (0, 3)
+    none = module._view(memory, 1, TensorSpec("float64", (0, 3)))
+    assert (none.shape, none.dtype) == ((0, 3), torch.float64)
     assert module._view(memory, 0, TensorSpec("int8", ())).shape == ()
