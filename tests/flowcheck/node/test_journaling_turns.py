@@ -584,6 +584,15 @@ def test_its_own_thread_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert ran == ["flowcheck journal h:1"] and at._thread.daemon and not at._thread.is_alive()
 
 
+def test_a_groups_own_thread_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(_Group, "_main", lambda group: ran.append(threading.current_thread().name))
+    thread = _Group(SimpleNamespace(), "dp0").thread  # type: ignore[arg-type]
+    thread.start()
+    thread.join(60.0)
+    assert ran == ["flowcheck journal of dp0"] and thread.daemon
+
+
 # -- the end -------------------------------------------------------------------------------------------------------
 
 
