@@ -141,6 +141,15 @@ class NodeProcess:
     def said(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["event"] == event]
 
+    def seen(self, event: str, **fields: Any) -> dict[str, Any]:
+        """A line with these fields that has come already, or comes. What a thread beside a group's says of a version
+        may come before what the group says of it."""
+        while True:
+            for line in list(self.lines):
+                if line["event"] in event.split(" or ") and all(line.get(key) == fields[key] for key in fields):
+                    return line
+            self.wait(event, **fields)
+
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
         try:

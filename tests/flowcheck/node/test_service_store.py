@@ -23,7 +23,7 @@ def test_versions_come_into_the_store(start_node: Any, attach: Any, truth: Any, 
     _join(trainer, run)
     for _ in range(2):
         assert node.wait("iteration", iteration=_iteration(run, lan, trainer))["published"]
-    path = node.wait("stored", step=4)["path"]
+    path = node.seen("stored", step=4)["path"]
     found = load_step(path)
     assert {name: tensor_sha256(one) for name, one in found.parameters.items()} == {
         name: tensor_sha256(one) for name, one in run.tensors().items()

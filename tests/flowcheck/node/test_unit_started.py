@@ -72,7 +72,7 @@ def test_it_starts_follows_a_job_is_told_of_a_token_and_ends(managed: Any, attac
     _join(trainer, run)
     number = _iteration(run, lan, trainer)
     assert manager.wait("iteration", iteration=number)["published"]
-    assert manager.wait("written")["step"] == number + 1
+    assert manager.seen("written", step=number + 1)
     for name, held in rights(pid).items():  # an ordinary user cannot change the bounding set: it is what the unit says
         assert held.pop("CapBnd") & ~RIGHTS == 0
         assert held == dict.fromkeys(SETS[:3] + SETS[4:], 0) | {"NoNewPrivs": 1}, (name, held)

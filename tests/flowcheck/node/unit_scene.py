@@ -149,20 +149,30 @@ class Manager:
 
     def wait(self, event: str, **fields: Any) -> dict[str, Any]:
         """The next line of the node with these fields."""
+        found, self._read = self._find(self._read, event, fields)
+        return found
+
+    def seen(self, event: str, **fields: Any) -> dict[str, Any]:
+        """A line with these fields that has come already, or comes: as NodeProcess has it."""
+        return self._find(0, event, fields)[0]
+
+    def _find(self, at: int, event: str, fields: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The first such line from the at-th on, and the number of the one after it."""
         found: list[dict[str, Any]] = []
 
         def said() -> bool:
+            nonlocal at
             with contextlib.suppress(FileNotFoundError):
                 lines = self.path(LINES).read_text().split("\n")[:-1]
-                while not found and self._read < len(lines):
-                    line = json.loads(lines[self._read])
-                    self._read += 1
+                while not found and at < len(lines):
+                    line = json.loads(lines[at])
+                    at += 1
                     if line["event"] == event and all(line.get(key) == value for key, value in fields.items()):
                         found.append(line)
             return bool(found)
 
         self.until(said)
-        return found[0]
+        return found[0], at
 
     def close(self) -> None:
         """Ends all of it, whatever it does."""
