@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,11 @@ def test_no_module_where_silence_is_dangerous_is_left_out(tried: dict[str, list[
              if path.name != "__init__.py"}
     assert there >= NOT_TRIED
     assert sorted(there - set(tried)) == sorted(NOT_TRIED)
+
+
+def test_no_mistake_is_listed_twice_as_one_that_cannot_be_noticed() -> None:
+    """Each has one reason."""
+    listed = tomllib.loads((ROOT / "tools" / "mutants_equivalent.toml").read_text())["equivalent"]
+    mistakes = Counter((one["module"], one["was"], now) for one in listed
+                       for now in (one["now"] if isinstance(one["now"], list) else [one["now"]]))
+    assert len(mistakes) > 200 and [mistake for mistake, times in mistakes.items() if times > 1] == []

@@ -1,7 +1,9 @@
-"""A node as its own process on a veth pair, traffic of flowcheck.lab.synth, and a small trainer that speaks records."""
+"""A node as its own process on a veth pair, traffic of flowcheck.lab.synth, and a small trainer that speaks records.
+And replicas in files, with a shelf that looks at them."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -23,8 +25,11 @@ from flowcheck.control.protocol import Flows, Link, Manifest, Patch, Ranges, Rec
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
+from flowcheck.node.holdings import MemoryShelf
+from updater.replica import Replica
 
 from ...links import wait_for_links
+from .holdings_scene import Clock, replicas
 
 TOKEN = b"a token that only tests have"
 CLONE_NEWNET = 0x40000000
@@ -350,3 +355,23 @@ class Truth:
 @pytest.fixture
 def truth() -> type[Truth]:
     return Truth
+
+
+# -- for tests of what a node has to recover from (test_holdings*.py) --
+
+
+@pytest.fixture
+def make(shm: Path) -> Iterator[Callable[..., Replica]]:
+    with replicas(shm) as made:
+        yield made
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def memory(shm: Path, clock: Clock) -> Iterator[MemoryShelf]:
+    with contextlib.closing(MemoryShelf(shm, "n", clock)) as shelf:
+        yield shelf

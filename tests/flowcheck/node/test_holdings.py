@@ -24,25 +24,7 @@ from updater.errors import NoFreeSlot
 from updater.replica import Replica
 
 from ..hand_node import until
-from .holdings_scene import WHOLE, Clock, advance, id_of, replicas, steps, whole
-
-
-@pytest.fixture
-def make(shm: Path) -> Iterator[Callable[..., Replica]]:
-    with replicas(shm) as made:
-        yield made
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def memory(shm: Path, clock: Clock) -> Iterator[MemoryShelf]:
-    with contextlib.closing(MemoryShelf(shm, "n", clock)) as shelf:
-        yield shelf
-
+from .holdings_scene import WHOLE, Clock, advance, id_of, steps, whole
 
 # -- memory ------------------------------------------------------------------------------------------------
 

@@ -20,24 +20,7 @@ from flowcheck.node.holdings import DiskShelf, Gone, MemoryShelf, inode_of
 from updater.reader import Reader
 from updater.replica import Replica
 
-from .holdings_scene import WHOLE, Clock, id_of, replicas, steps, whole
-
-
-@pytest.fixture
-def make(shm: Path) -> Iterator[Callable[..., Replica]]:
-    with replicas(shm) as made:
-        yield made
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def memory(shm: Path, clock: Clock) -> Iterator[MemoryShelf]:
-    with contextlib.closing(MemoryShelf(shm, "n", clock)) as shelf:
-        yield shelf
+from .holdings_scene import WHOLE, Clock, id_of, steps, whole
 
 
 @pytest.fixture

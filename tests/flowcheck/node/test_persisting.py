@@ -15,25 +15,17 @@ import torch
 from flowcheck.checkpoint.objects import StoreError, open_store
 from flowcheck.checkpoint.store import Lane, Rules
 from flowcheck.control.user_state import pack
-from flowcheck.job.model import BucketSlice
 from flowcheck.node import persisting
 from flowcheck.node.holdings import MemoryShelf
 from flowcheck.node.persisting import Persister, Wants, lane_name
 from flowcheck.node.user_states import rank_file, user_folder
 from updater.errors import NoFreeSlot
-from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
-WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
+from .holdings_scene import advance
+
 SECONDS = 120.0
-
-
-def advance(replica: Replica, steps: int = 1) -> None:
-    for _ in range(steps):
-        slot = replica.build(replica.current.step + 1, WHOLE)
-        slot.apply(0, torch.full((3,), 2.0))
-        replica.publish(slot)
 
 
 @pytest.fixture

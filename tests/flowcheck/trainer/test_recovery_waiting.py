@@ -18,12 +18,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(together, name, value)
 
 
-def test_a_rank_that_lives_is_waited_for_however_long_it_takes(quick: None) -> None:
+def met(count: int) -> list[together._Together]:
+    """Ranks that have heard of each other once."""
     store = dist.HashStore()
-    first, second = together._Together(store, 0, 2), together._Together(store, 1, 2)
-    with ThreadPoolExecutor(2) as threads:
-        heard = [threads.submit(rank.exchange, {}) for rank in (first, second)]
-        assert [one.result() for one in heard] == [[{}, {}]] * 2
+    ranks = [together._Together(store, rank, count) for rank in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        heard = [threads.submit(rank.exchange, {}) for rank in ranks]
+        assert [one.result() for one in heard] == [[{}] * count] * count
+    return ranks
+
+
+def test_a_rank_that_lives_is_waited_for_however_long_it_takes(quick: None) -> None:
+    first, second = met(2)
+    with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(first.exchange, {"a": 1})
         with second.busy(), pytest.raises(TimeoutError):
             waits.result(3 * together.TOGETHER_SECONDS)
@@ -32,11 +39,8 @@ def test_a_rank_that_lives_is_waited_for_however_long_it_takes(quick: None) -> N
 
 
 def test_a_rank_that_lives_is_waited_for_after_another_that_took_long(quick: None) -> None:
-    store = dist.HashStore()
-    first, *others = ranks = [together._Together(store, rank, 3) for rank in range(3)]
-    with ThreadPoolExecutor(3) as threads:
-        heard = [threads.submit(rank.exchange, {}) for rank in ranks]
-        assert [one.result() for one in heard] == [[{}, {}, {}]] * 3
+    first, *others = met(3)
+    with ThreadPoolExecutor(2) as threads:
         waits = threads.submit(first.exchange, {"a": 1})
         with others[1].busy():
             with others[0].busy(), pytest.raises(TimeoutError):
@@ -49,13 +53,9 @@ def test_a_rank_that_lives_is_waited_for_after_another_that_took_long(quick: Non
 
 
 def test_one_that_died_while_it_was_busy_is_not(quick: None) -> None:
-    store = dist.HashStore()
-    first, second = together._Together(store, 0, 2), together._Together(store, 1, 2)
-    with ThreadPoolExecutor(2) as threads:
-        heard = [threads.submit(rank.exchange, {}) for rank in (first, second)]
-        assert [one.result() for one in heard] == [[{}, {}]] * 2
+    first, second = met(2)
     with second.busy():
-        while not store.check([f"{second._session}/lives/1"]):
+        while not second._store.check([f"{second._session}/lives/1"]):
             pass
     with pytest.raises(EnvironmentProblem, match="rank 1 has not said what it can have"):
         first.exchange({})
