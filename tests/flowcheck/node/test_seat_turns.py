@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,26 @@ def test_a_place_is_kept_as_long_as_somebody_may_come(tmp_path: Path, wait: floa
     around.turns(1)
     assert around.seat.decided.epoch == 3 and sorted(around.seat.decided.members) == ["a", "b"]
     assert around.seat.decided.recovery == Recovery(2)
+
+
+def test_who_comes_while_a_replacement_fills_itself_waits_a_grace(tmp_path: Path) -> None:
+    """Patience, and what cannot wait, are for places that nobody has taken: none is left, though not all is whole. A
+    place in the group that was given up is taken with that."""
+    around = Around(tmp_path, code=(2, 1))
+    around.come("b", "c")
+    around.turns(GRACE + 1)
+    filling, group = Recovery(2, shards=(("run", 0, "s2"),)), Parity(("a", "b"), ("",))
+    around.shared.put(PLACEMENT, replace(around.seat.decided, epoch=9, recovery=filling, parity=group).text(), None)
+    own = [{"run_id": "run", "epoch": 0, "shard": "s0"}]
+    around.come("b", have=has(9, ["s1"]))
+    around.turns(1, own=own)
+    around.come("d")
+    around.turns(GRACE, own=own)
+    assert around.seat.decided.epoch == 9 and around.seat.decided.parity == group
+    around.turns(1, own=own)
+    assert around.seat.decided.epoch == 10 and sorted(around.seat.decided.members) == ["a", "b", "c", "d"]
+    assert around.seat.decided.recovery == filling  # still waited for
+    assert around.seat.decided.parity == Parity(("a", "b"), ("c",))
 
 
 def test_a_command_that_has_succeeded_is_waited_for_once_more(tmp_path: Path) -> None:
