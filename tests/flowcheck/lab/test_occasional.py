@@ -44,7 +44,8 @@ def test_on_a_communicator_of_their_own(tmp_path: Path, protocol: str) -> None:
     summary = run.ledger.summary()
     assert summary.all_equal and summary.published == run.iterations[-1]["iteration"] - first + 1 >= ITERATIONS
     assert said(run, "lost") == [] and len(said(run, "attached")) == 1
-    assert not any(line["stale"] for line in said(run, "iteration"))
+    stale = [line for line in said(run, "iteration") if line["stale"]]
+    assert not stale, (stale, said(run, "dropped") + said(run, "overload"))
 
 
 @pytest.mark.slow
