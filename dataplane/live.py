@@ -306,6 +306,10 @@ class LiveSource:
         """Why a thread could not work, or stopped: the interface is gone, an engine hangs."""
         return next((t.failure() for t in self._threads if t.state == lib.FC_RX_FAILED), None)
 
+    def empty(self) -> list[int | None]:
+        """For each queue, RxThread.empty."""
+        return [thread.empty for thread in self._threads]
+
     def counters(self, queue: int | None = None) -> dict[str, int]:
         """By cause (include/rx_counters.h), of a queue or all together; after close the last values."""
         rows = [memory.counters() for memory in self._memories]

@@ -190,6 +190,12 @@ class RxThread(Resource):
         """The thread has ended, whatever the reason; its ring is closed or closes now."""
         return self.state not in (lib.FC_RX_NEW, lib.FC_RX_RUNNING)
 
+    @property
+    def empty(self) -> int | None:
+        """How often nothing was left to take: two more than before, and what had come before is in the ring
+        (include/rx.h). None: there is no thread that takes anything."""
+        return int(lib.fc_rx_empty(self._rx)) if self.state == lib.FC_RX_RUNNING else None
+
     def start(self) -> None:
         self.require_open()
         check(lib.fc_rx_start(self._rx), "starting the rx thread", "start it once")

@@ -91,6 +91,9 @@ uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t pack
 int fc_rx_state(const fc_rx *rx);
 /* errno behind FC_RX_FAILED. */
 int fc_rx_error(const fc_rx *rx);
+/* How often there was nothing to take and everything taken was published. Two more than before, and what the queue had
+ * before is in the ring: the first look may have begun earlier. */
+uint64_t fc_rx_empty(const fc_rx *rx);
 /* Stops first. NULL is fine. */
 void fc_rx_destroy(fc_rx *rx);
 

@@ -32,6 +32,7 @@ struct fc_rx {
     int stop;    /* atomic */
     int state;   /* atomic, enum fc_rx_state */
     int error;   /* written before state becomes FC_RX_FAILED */
+    uint64_t empty; /* atomic, written by the producer's thread */
 };
 
 const fc_dump_ops *fc_dump_find(const char *name)
@@ -139,10 +140,10 @@ static int poll_once(fc_rx *rx)
     const fc_rx_config *c = &rx->config;
     fc_dump *dump = &rx->dump;
     struct rte_mbuf *mbufs[FC_RX_BURST_MAX];
-    uint64_t room, bytes = 0;
+    uint64_t waiting, room, bytes = 0;
     uint16_t want = c->burst, n, kept, taken;
 
-    dump->ops->reclaim(dump);
+    waiting = dump->ops->reclaim(dump);
     room = dump->ops->room(dump);
     if (c->wait_when_full && room < want) {
         if (room == 0) {
@@ -152,8 +153,11 @@ static int poll_once(fc_rx *rx)
         want = (uint16_t)room;
     }
     n = rte_eth_rx_burst(c->port, c->queue, mbufs, want);
-    if (n == 0)
+    if (n == 0) {
+        if (waiting == 0)
+            fc_count(&rx->empty, 1);
         return 0;
+    }
     for (uint16_t i = 0; i < n; i++)
         bytes += mbufs[i]->pkt_len;
     fc_count(&c->counters->received, n);
@@ -409,6 +413,11 @@ uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t pack
 int fc_rx_state(const fc_rx *rx)
 {
     return __atomic_load_n(&rx->state, __ATOMIC_ACQUIRE);
+}
+
+uint64_t fc_rx_empty(const fc_rx *rx)
+{
+    return __atomic_load_n(&rx->empty, __ATOMIC_RELAXED);
 }
 
 int fc_rx_error(const fc_rx *rx)

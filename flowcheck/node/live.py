@@ -36,6 +36,7 @@ from updater.errors import UpdaterError
 
 __all__ = ["LiveSession", "wind_up"]
 
+LAST_SECONDS = 2.0  # for an rx thread that is late, on a core that others use
 LAST_LOOKS = 4096  # at what is still placed when an end was asked for
 
 
@@ -53,7 +54,7 @@ class LiveSession(HealedFollower):
         peers: Peers | None = None, job_start: str = "", matches: int = 0, catching: CatchUp | None = None,
         trainers: bool = True,
     ) -> None:
-        port = port or Arrivals()
+        self.port = port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds) if trainers else Policy.unattended()
         replica = None if trainers else JobReplica(plan, None)  # which says that there is none
@@ -162,7 +163,14 @@ class LiveSession(HealedFollower):
 
 
 def wind_up(session: LiveSession, take: Callable[[Iterable[Event]], None]) -> None:
-    """Judge what is there: first what is still in the rings, then what is open. take: is given the events."""
+    """Judge what is there: first what is still at the ports, then what is in the rings, then what is open. take: is
+    given the events. An rx thread that got no time for LAST_SECONDS is not waited for any longer: what it has not taken
+    counts as lost."""
+    empty, end = session.port.empty(), time.monotonic() + LAST_SECONDS
+    while not session.port.emptied(empty) and time.monotonic() < end:
+        take(session.poll())
+        if not session.moved:
+            time.sleep(IDLE_SECONDS)
     last = session.mark()
     for _ in range(LAST_LOOKS):
         take(session.poll())

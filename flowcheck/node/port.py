@@ -58,6 +58,9 @@ class Port(Arrivals):
     def arrived(self) -> int:
         return sum(source.counters()["received"] for source in self._sources)
 
+    def empty(self) -> list[int | None]:
+        return [count for source in self._sources for count in source.empty()]
+
     def claimed(self, capture: int) -> int:
         return sum(self.placers.claimed(queue) for queue in self._of[capture])
 

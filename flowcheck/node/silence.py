@@ -9,7 +9,7 @@ a node that is still busy with earlier iterations is not silent, either.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parser.machine import Engine
@@ -54,6 +54,14 @@ class Arrivals:
     def unclaimed(self) -> dict[str, int]:
         """Packets of no job that the node follows, by outcome."""
         return {}
+
+    def empty(self) -> list[int | None]:
+        """Of each queue how often nothing was left in it; None: nobody takes anything from it any more."""
+        return []
+
+    def emptied(self, before: Sequence[int | None]) -> bool:
+        """Is all that had arrived when `empty` said this in the rings? Twice: the first look may have begun earlier."""
+        return all(was is None or now is None or now >= was + 2 for was, now in zip(before, self.empty(), strict=True))
 
     def stream_names(self, streams: int) -> list[str]:
         """What people call the streams that come from here."""

@@ -188,6 +188,22 @@ def test_interface_goes_down_and_up_again(feed, captures):
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames * 2
 
 
+def test_what_had_come_is_in_the_ring_once_nothing_is_left_twice(feed, captures):
+    """However late its thread is: by then it has looked after that."""
+    frames = [r.data for r in captures.records(200, sizes=(60, 1514))]
+    it = feed("af_packet", ring_size=256)
+    assert it.source.empty() == [None]
+    it.source.start()
+    (before,) = it.source.empty()
+    it.send(frames)
+    (came,) = it.source.empty()
+    assert before is not None and before <= came
+    wait_until(lambda: it.source.empty()[0] >= came + 2, it.source.summary)
+    assert [p.data for p in RingReader(it.source.ring_addresses[0]).take(256)] == frames
+    it.source.stop()
+    assert it.source.empty() == [None]
+
+
 def test_a_port_that_is_started_long_before_its_threads(feed, captures):
     """As a node does it, which gives its rights back between the two: what comes meanwhile waits in the kernel."""
     frames = [r.data for r in captures.records(50, sizes=(60, 1514))]

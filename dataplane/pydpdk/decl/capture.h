@@ -108,4 +108,5 @@ typedef void (*fc_rx_taker)(void *arg, const uint8_t *const *packets, const uint
 uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets, fc_rx_taker take, void *arg);
 int fc_rx_state(const fc_rx *rx);
 int fc_rx_error(const fc_rx *rx);
+uint64_t fc_rx_empty(const fc_rx *rx);
 void fc_rx_destroy(fc_rx *rx);

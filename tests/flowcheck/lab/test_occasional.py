@@ -44,7 +44,8 @@ def test_on_a_communicator_of_their_own(tmp_path: Path, protocol: str) -> None:
     summary = run.ledger.summary()
     assert summary.all_equal and summary.published == run.iterations[-1]["iteration"] - first + 1 >= ITERATIONS
     assert said(run, "lost") == [] and len(said(run, "attached")) == 1
-    stale = [line for line in said(run, "iteration") if line["stale"]]
+    # A state that came too late on a busy machine is healed by ranges: what is before `first` may have been stale.
+    stale = [line for line in said(run, "iteration") if line["stale"] and line["iteration"] >= first]
     assert not stale, (stale, said(run, "dropped") + said(run, "overload"))
 
 

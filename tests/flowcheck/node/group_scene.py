@@ -61,7 +61,7 @@ class FakeSession:
         self.replica: Any = None
         self.next: int | None = None
         self.serves, self.matches = -1, options.get("matches", 0)
-        self.overload = SimpleNamespace(packets=0)
+        self.overload, self.port = SimpleNamespace(packets=0), options["port"]
         self.closed = threading.Event()
         self.placers: Placers | None = None  # that place for it
         self.behind = 0  # looks until they have taken what was there

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import signal
 import socket
@@ -62,6 +63,7 @@ class EtcdServer:
         process = self.processes[number]
         assert process is not None
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # until then its threads may answer
 
     def resume(self, number: int = 0) -> None:
         process = self.processes[number]

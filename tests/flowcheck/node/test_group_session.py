@@ -599,7 +599,7 @@ def test_what_the_placing_threads_have_not_taken_is_waited_for(scene, monkeypatc
     at, naps = scene(), []
     peer = at.follow()
     at.session.behind = 3
-    monkeypatch.setattr(flowcheck.node.live, "time", SimpleNamespace(sleep=naps.append))
+    monkeypatch.setattr(flowcheck.node.live, "time", SimpleNamespace(sleep=naps.append, monotonic=lambda: 0.0))
     at.give(peer, Bye())
     assert at.session.calls == [("poll",)] * 4 + [("finish",)] and naps == [0.0005] * 3
     assert at.session.placers is at.placers  # somebody may come back

@@ -30,6 +30,9 @@ class Opened:
     def counters(self) -> dict[str, int]:
         return self.counts
 
+    def empty(self) -> list[int | None]:
+        return [self.counts["received"] + queue for queue in range(len(self._rings))]
+
 
 def _port(root: Path, *captures: dict[str, Any]) -> tuple[Port, list[Opened]]:
     planned = plan_captures(NodeConfig.model_validate({"control": CONTROL, "capture": list(captures)}), root)
@@ -78,6 +81,12 @@ def test_counts_are_of_all_captures_and_causes_of_each(tmp_path: Path) -> None:
     assert first.startswith("ring no_mbuf 1: ") and "capture[0]" in first
     assert second.startswith("ring_full 2, oversize 4: raise capture[1].ring_size") and "now 1024" in second
     assert port.explain({"null oversize": 4}).startswith("null oversize 4: capture[1].path_mtu")
+
+
+def test_how_often_queues_were_empty_is_in_their_order(tmp_path: Path) -> None:
+    port, (first, second) = _port(tmp_path, *TWO)
+    first.counts["received"], second.counts["received"] = 10, 20
+    assert port.empty() == [10, 11, 20]
 
 
 def test_an_error_is_that_of_the_queues_capture(tmp_path: Path) -> None:

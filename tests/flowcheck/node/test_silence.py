@@ -29,6 +29,20 @@ class Port(Arrivals):
         return self.others
 
 
+@pytest.mark.parametrize(("before", "now", "emptied"), [
+    ([], [], True), ([5], [5], False), ([5], [6], False), ([5], [7], True), ([0], [2], True), ([5, 5], [7, 6], False),
+    ([5, 5], [6, 7], False), ([5, 5], [9, 7], True), ([None], [None], True), ([5], [None], True), ([None], [0], True),
+    ([None, 5], [None, 6], False),
+])
+def test_a_queue_is_emptied_when_nothing_was_left_twice(
+    before: list[int | None], now: list[int | None], emptied: bool
+) -> None:
+    """Or when nobody takes anything from it."""
+    port = Arrivals()
+    port.empty = lambda: now  # type: ignore[method-assign]
+    assert port.emptied(before) is emptied
+
+
 class Scene:
     """first: the trainer's number of the first iteration. begun: newest iteration of which a packet had come."""
 
