@@ -149,11 +149,11 @@ def test_a_file_that_somebody_else_removed_is_no_matter(tmp_path, monkeypatch) -
 
 def test_the_newest_file_of_a_start_of_the_job_may_be_taken_up(tmp_path) -> None:
     files = ReplicaFiles(tmp_path, "n", "g")
-    for start, step in (("one", 9), ("one", 5), ("two", 7), ("", 8)):
+    for start, step in (("one", 9), ("one", 6), ("two", 7), ("", 8), ("one", 5)):
         replica(files.path(), "run", step, start=start)
     again = ReplicaFiles(tmp_path, "n", "g")
     left = again.left("one")
-    assert left == LeftoverReplica(tmp_path / "flowcheck-n-g-2.replica", "run", 5, start="one")
+    assert left == LeftoverReplica(tmp_path / "flowcheck-n-g-5.replica", "run", 5, start="one")
     assert again.left("") is None and again.left("three") is None, "a file that says nothing is nobody's"
 
 

@@ -146,7 +146,8 @@ def damaged(folder: Path, how: str) -> None:
 def test_what_is_not_whole_is_not_offered(shelf: StoreShelf, tmp_path: Path, how: str) -> None:
     write(tmp_path, 10)
     damaged(tmp_path / write(tmp_path, 20).folder, how)
-    assert steps(shelf) == [(1, 10)]
+    write(tmp_path, 30)
+    assert steps(shelf) == [(1, 30), (1, 10)]  # and hides nothing, older or newer
 
 
 def test_a_list_that_lies(gated: Gated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
