@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 
@@ -47,9 +48,19 @@ def test_an_address_is_looked_at_whether_its_port_is_taken_or_not() -> None:
     assert raised.value.where == "192.0.2.1:7070" and "control.listen" in raised.value.remedy
 
 
-def test_a_name_that_nobody_resolves_is_said_in_the_resolvers_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number is not one of the system's errors. One without words is said as it is."""
+def test_any_free_port_will_do_to_look_at_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[str, int]] = []
+    real = socket.create_server
+    monkeypatch.setattr(socket, "create_server", lambda at, **more: (tried.append(at), real(at, **more))[1])
+    check_address(("127.0.0.1", 7070), "api.listen")
+    assert tried == [("127.0.0.1", 0)]
+
+
+def test_why_it_cannot_listen_is_said_in_the_systems_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the port, which may be another than that of the settings. A resolver's number is not one of the system's
+    errors, so that its own words are said. An error without words is said as it is."""
     for error, said in (
+        (PermissionError(errno.EPERM, "Not so (while attempting to bind on ('::', 0))"), "Operation not permitted"),
         (socket.gaierror(-2, "Name or service not known"), "Name or service not known"), (OSError("odd"), "odd"),
     ):
         def refuse(*_: object, raised: OSError = error, **__: object) -> socket.socket:
