@@ -154,8 +154,8 @@ static int poll_once(fc_rx *rx)
     }
     n = rte_eth_rx_burst(c->port, c->queue, mbufs, want);
     if (n == 0) {
-        if (waiting == 0)
-            fc_count(&rx->empty, 1);
+        if (waiting == 0) /* release: whoever sees it sees what was published before */
+            __atomic_store_n(&rx->empty, rx->empty + 1, __ATOMIC_RELEASE);
         return 0;
     }
     for (uint16_t i = 0; i < n; i++)
@@ -417,7 +417,7 @@ int fc_rx_state(const fc_rx *rx)
 
 uint64_t fc_rx_empty(const fc_rx *rx)
 {
-    return __atomic_load_n(&rx->empty, __ATOMIC_RELAXED);
+    return __atomic_load_n(&rx->empty, __ATOMIC_ACQUIRE);
 }
 
 int fc_rx_error(const fc_rx *rx)
