@@ -43,7 +43,6 @@ def test_what_is_still_at_the_port_belongs_to_it(live: Live) -> None:
 
 def test_a_look_that_had_begun_before_proves_nothing(live: Live) -> None:
     """Packets may have come after it looked: it is the one after that which counts."""
-    rx_thread(live)
     live.port.empty = iter([[7], [8], [8], [9], [9]]).__next__  # type: ignore[method-assign]
     polls: list[int] = []
     poll = live.session.poll
