@@ -36,6 +36,7 @@ import torch.distributed as dist
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
+from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.description import Model, check_gradients
 from flowcheck.trainer.following import STATES, Following, Over, serve
 from flowcheck.trainer.loop import AttachmentState, Given, Told
@@ -50,6 +51,8 @@ from flowcheck.trainer.wrapped import parts_of
 __all__ = ["Attachment", "attach"]
 
 _log = logging.getLogger("flowcheck")
+RENEWALS = 3  # of an attachment, because a script changed what no iteration changes
+RENEWED_WITHIN = 100  # iterations
 
 
 def attach(
@@ -114,7 +117,8 @@ class Attachment(Told):
         self._closed = False
         self._stepped = -1  # of the optimizer since the last boundary; -1: its hook has not been heard of yet
         self._parts: list[Following] = []
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
             parts = parts_of(model, optimizer)
             self._begin(parts, name, run_id, epoch, topology, collectives)
@@ -133,13 +137,22 @@ class Attachment(Told):
             said = _of(part, topology, len(parts), "topology")
             calls = _of(part, collectives, len(parts), "collectives")
             full = ".".join(filter(None, (name, part.name))) if len(parts) > 1 else name or part.name
-            self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say))
+            self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say,
+                                         partial(self._reduced, len(self._parts))))
+        self._describe()
+        self._hooks = [self._optimizer.register_step_pre_hook(self._before_step),
+                       self._optimizer.register_step_post_hook(self._after_step)]
+
+    def _describe(self) -> None:
+        """All parts together; and what is so now is right."""
         described = [one.described for one in self._parts]
         self._described: Model = replace(
             described[0], names={key: name for one in described for key, name in one.names.items()},
             threads=max(one.threads for one in described),
         )
-        self._hook = self._optimizer.register_step_pre_hook(self._before_step)
+        gradients = ([one for one in each.part.gradients() if id(one) in self._described.names] for each in self._parts)
+        self._deafen()
+        self._listen(Changes(self._optimizer, gradients, self._described.names))
 
     # -- what it is --
 
@@ -198,24 +211,63 @@ class Attachment(Told):
 
     def _step(self, clip: float | None, scale: float | None, skipped: bool, user: Given) -> None:
         heard = next((said for one in self._parts if (said := one.part.said()) is not None), None)
-        clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard)
-        if scale is not None and self._described.threads:
-            raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
-                            where=f"iteration {self.number}", remedy="parameters in float32 and autocast")
-        stepped, self._stepped = self._stepped, min(self._stepped, 0)
-        if any(one.job is not None for one in self._parts) and (stepped > 1 or (stepped == 0 and not skipped)):
-            raise UserError(  # records and traffic would be counted differently from here on
+        stepped, self._stepped = max(self._stepped, 0), 0
+        if stepped > 1 and any(one.job is not None for one in self._parts):  # records and traffic would be counted differently from here on
+            raise UserError(
                 f"the optimizer stepped {stepped} times since the last call of step()",
                 where=f"iteration {self.number}",
                 remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
             )
+        renewed = self._changed(stepped, told=clip is not None or scale is not None)
+        stood = skipped or scale is not None or stepped > 0
+        clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard, stepped)
+        stood = stood or scale is not None  # which the scaler has said
+        if scale is not None and self._described.threads:
+            raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
+                            where=f"iteration {self.number}", remedy="parameters in float32 and autocast")
         after = Clock().after(self.number)
         checked = bool(self._checksum_every) and after % self._checksum_every == 0
         kept = cache(partial(self._keeper.give, user, after, *self._world, self._say))
-        it = Over(self.number, clip, scale, bool(skipped), checked, kept, self._world[0])
+        it = Over(self.number, clip, scale, bool(skipped), checked, kept, self._world[0], stood, renewed)
         for one in self._parts:
             one.over(it)
+        self._keep_places()
         serve(self._parts, self._max_stall, self.number)
+
+    def _changed(self, stepped: int, told: bool) -> str:
+        """What was changed besides what an iteration does and is no reason to end, "": nothing. told: the script says
+        what its gradients were multiplied with. Raises UserError for what ends the attachment."""
+        assert self._changes is not None
+        change = self._changes.over(stepped)
+        if change is None or (told and change.gradients):
+            return ""
+        if change.described:
+            for one in self._parts:
+                one.describe()
+            self._describe()
+        else:
+            self._changes.begin()
+        if not any(one.job is not None for one in self._parts):
+            return ""  # whatever it was, no version was built on it
+        where = f"iteration {self.number}"
+        if change.rule is Rule.REFUSED:
+            raise UserError(change.what, where=where, remedy="nothing between backward() and optimizer.step() but"
+                            " clip_grad_norm_ and a GradScaler that attach was given; or its factor, in step()")
+        self._renewals = [one for one in self._renewals if one > self.number - RENEWED_WITHIN] + [self.number]
+        if len(self._renewals) > RENEWALS:
+            raise UserError(f"{change.what}, for the {len(self._renewals)}th time in {RENEWED_WITHIN} iterations",
+                            where=where, remedy="change the model and the optimizer's state by optimizer.step() alone,"
+                            " or attach where such changes are over")
+        return f"{where}: {change.what}"
+
+    def _keep_places(self) -> None:
+        """Before the update comes what was registered first, and after it what comes first: the hook that looks at
+        gradients is the last one before it, and the one that reads what the step has used the first one after it."""
+        before, after = self._hooks
+        for hooks, hook, last in ((self._optimizer._optimizer_step_pre_hooks, before, True),
+                                  (self._optimizer._optimizer_step_post_hooks, after, False)):
+            if len(hooks) > 1 and hook.id in hooks:
+                hooks.move_to_end(hook.id, last=last)  # type: ignore[attr-defined]
 
     def close(self, seconds: float = 5.0) -> None:
         """Say goodbye, if the node listens within `seconds`, which several nodes share; idempotent."""
@@ -224,26 +276,62 @@ class Attachment(Told):
         try:
             for sender in self._senders:
                 sender.close(Bye(), seconds / len(self._senders))
-            if self._hook is not None:
-                self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             for one in self._parts:
                 one.part.close()
+            self._deafen()
         except Exception as error:
             self._refuse(error)
         self._closed = True
 
-    # -- other threads --
+    # -- what torch calls, in the training thread --
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Hyper-parameters as this step uses them: a scheduler may change them before `step` is called."""
+    def _reduced(self, part: int, whole: bool) -> None:
+        if self._changes is not None:
+            self._changes.reduced(part, whole)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: dict[str, Any]) -> Any:
+        """Called by torch. A closure makes the gradients within the step: what is looked at comes after it."""
         self._stepped = max(self._stepped, 0) + 1
+        closure = named.get("closure", given[1] if len(given) > 1 else None)
+        if not callable(closure):
+            self._ready()
+            return None
+
+        def then_ready() -> Any:
+            result = closure()
+            self._ready()
+            return result
+
+        if "closure" in named:
+            return given, named | {"closure": then_ready}
+        return (given[0], then_ready, *given[2:]), named
+
+    def _ready(self) -> None:
+        if self._refused or self._closed or self._changes is None:
+            return
         try:
             self._keeper.look(self._say)
             for one in self._parts:
                 one.before_step()
-            check_gradients(self._described, optimizer)
+            check_gradients(self._described, self._optimizer)
+            self._stepping()
+            self._changes.ready()
         except Exception as error:
             self._refuse(error)
+
+    def _after_step(self, *_: Any) -> None:
+        if self._refused or self._closed or self._changes is None:
+            return
+        try:
+            for one in self._parts:
+                one.after_step()
+            self._changes.stepped()
+        except Exception as error:
+            self._refuse(error)
+
+    # -- the log --
 
     def _say(self, why: str) -> None:
         _log.warning("flowcheck: rank %d: %s", getattr(self, "rank", -1), why)
@@ -258,7 +346,7 @@ class Attachment(Told):
             _log.warning("flowcheck: not attached: %s", self._refused, exc_info=error)
         for sender in self._senders:
             sender.close(Bye(), 0.0)
-        for one in self._parts:
+        for one in self._parts:  # the optimizer's hooks stay: it may be calling them right now
             one.part.close()
 
 

@@ -285,13 +285,27 @@ class Watch:
         )
         extra = mine[len(steady):]
         self.whole = same == len(steady) and not any(_reduces_as(call, steady) for call in extra)
+        self._check_history()
+        self._seen, self._odd = [*self._startup, *steady * self._steadies, *mine], mine
+        return self.why
+
+    def renew(self, described: Model, why: str) -> None:
+        """Call after `again` has said "": the state is another than an iteration would have made it, or the job is
+        described otherwise. It is found anew by `look`, from the next iteration on. Raises UserError as `again`."""
+        self._described, self.why = described, f"{why}; joined anew by the next iteration"
+        self._check_history()
+        self._seen = [*self._startup, *self._steady * self._steadies]
+
+    def redescribe(self, described: Model) -> None:
+        """While the job is not known."""
+        self._described = described
+
+    def _check_history(self) -> None:
         if self._count > CALLS:
             raise _refuse(
                 f"{self.why.partition(';')[0]}; it cannot be joined anew after {self._count} calls", "attach",
                 f"give {self._part.by} a process group of its own, and attach anew after a restart",
             )
-        self._seen, self._odd = [*self._startup, *steady * self._steadies, *mine], mine
-        return self.why
 
     def _new(self) -> list[dict[str, Any]]:
         new = self._calls(self._count)

@@ -2,7 +2,7 @@
 
     one = Following(part, optimizer, topology, collectives, ...)
     one.connect(addresses, token, tls)          senders begin
-    one.before_step()                           hyper-parameters as the step uses them
+    one.before_step(); one.after_step()         what it may not be; hyper-parameters as the step has used them
     one.over(iteration)                         at a boundary: the job is known, or again, or a record goes out
     serve(parts, seconds, n)                    after that, of all parts: the state, to nodes that ask for all of it
 
@@ -25,14 +25,14 @@ import torch
 import torch.distributed as dist
 
 from flowcheck.control.checksum import checksums
-from flowcheck.control.protocol import Flows, Manifest, Record, State, User
+from flowcheck.control.protocol import Flows, Manifest, Ranges, Record, State, User
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.trainer.description import Model, Watch, entries, group_options
 from flowcheck.trainer.loop import AttachmentState
 from flowcheck.trainer.parts import Part, local
-from flowcheck.trainer.ranges import Source
+from flowcheck.trainer.ranges import Source, Wish
 from flowcheck.trainer.sender import Identity, Sender
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
 
@@ -52,6 +52,8 @@ class Over:
     checked: bool  # checksums are due
     kept: Callable[[], bytes | None]
     rank: int  # of the whole job
+    stepped: bool  # the optimizer did, or the script or its scaler said that it did not
+    renewed: str  # what was changed besides, "": nothing; no version follows from the one before
 
 
 def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
@@ -65,12 +67,15 @@ def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
 
 
 class Following:
-    """name: under which a node knows it. unsaid: why the newest iteration has no record. say: a line of the log."""
+    """name: under which a node knows it. unsaid: why the newest iteration has no record. say: a line of the log.
+    reduced: called when a backward pass is over, as of Part.listen."""
 
     def __init__(
         self, part: Part, optimizer: torch.optim.Optimizer, topology: Topology | None,
         collectives: Collectives | None, name: str, run_id: str, epoch: int, say: Callable[[str], None],
+        reduced: Callable[[bool], None],
     ) -> None:
+        self._reduced = reduced
         self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
         self.described: Model = entries(part, optimizer)
         self._topology, listed = sources_of(part.group, topology, collectives)
@@ -98,7 +103,7 @@ class Following:
         identity = Identity(*self._run, self.rank, self._ranks, self.name)
         for address in addresses:
             self.senders.append(Sender(
-                address, token, identity, self._opening, partial(self._said, address), self.source.prepare,
+                address, token, identity, self._opening, partial(self._said, address), self._prepare,
                 self._answered, tls,
             ))
         for sender in self.senders:
@@ -144,7 +149,16 @@ class Following:
     def before_step(self) -> None:
         """Raises UserError for a step that no replica could follow."""
         self.part.check()
+
+    def after_step(self) -> None:
+        """The options that it used: a hook of the script may have set them right before it."""
         self._groups = group_options(self.described, self._optimizer)
+
+    def describe(self) -> None:
+        """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
+        self.described = entries(self.part, self._optimizer)
+        self.source = Source(self.part, self._optimizer, self.described)
+        self.watch.redescribe(self.described)
 
     def over(self, it: Over) -> None:
         """Raises UserError where the job can no longer be followed."""
@@ -152,7 +166,17 @@ class Following:
         self.part.over()
         if self.job is not None:
             if self.watch.again(it.number):
+                if not it.stepped:
+                    raise UserError(
+                        "the optimizer stepped 0 times since the last call of step()", where=f"iteration {it.number}",
+                        remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
+                    )
                 self._odd(it)
+                return
+            if it.renewed:
+                self._say(it.renewed)
+                self.watch.renew(self.described, it.renewed)
+                self._forget()
                 return
             if self.part.changed:
                 raise UserError(
@@ -165,6 +189,7 @@ class Following:
             if self.job is not None:
                 self._flows = self._topology()["flows"]
                 self.part.known(True)
+                self.part.listen(self._reduced)
                 self._meeting = True
                 return
         if followers := [sender for sender in self.senders if sender.follows]:
@@ -196,10 +221,14 @@ class Following:
         """The iteration called what no other does. If all of its gradients came before that it has a record still; the
         node can place nothing after it, until the job is known again."""
         self._say(self.watch.why)
-        if self.watch.whole and not self.part.changed and (
+        if self.watch.whole and not it.renewed and not self.part.changed and (
             followers := [sender for sender in self.senders if sender.follows]
         ):
             self._send_record(followers, it)
+        self._forget()
+
+    def _forget(self) -> None:
+        """The job is not known any more."""
         self.job = None
         self.part.known(False)
         for sender in self.senders:
@@ -286,6 +315,9 @@ class Following:
                 sender.pledged = None
 
     # -- other threads --
+
+    def _prepare(self, message: Ranges, room: int) -> Wish:
+        return self.source.prepare(message, room)
 
     def _opening(self) -> list[Any]:
         """What a new connection begins with, as far as it is known."""

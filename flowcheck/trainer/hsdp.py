@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
-from flowcheck.trainer.parts import Layout, Part, local, position
+from flowcheck.trainer.parts import Layout, Part, after_backward, local, position
 
 __all__ = ["Hsdp", "hsdp_parts", "is_sharded"]
 
@@ -117,6 +117,7 @@ class Hsdp(Part):
         self._set: list[tuple[Any, ...]] = []  # what they were set to then
         self._last: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}  # the gradient objects of the last time
         self._trouble = ""
+        self._stop: Callable[[], None] = lambda: None
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(number, place))
             for number, group in enumerate(self._params) for place, (_, parameter) in enumerate(group)
@@ -227,7 +228,17 @@ class Hsdp(Part):
                             remedy="parameters in float32, and MixedPrecisionPolicy(param_dtype=torch.bfloat16)")
         return DTYPES[dtype][0], 1 if after is None else int(after)
 
+    def gradients(self) -> list[torch.Tensor]:
+        return [value for _, value in self.reduced() if id(value) not in self.others]
+
+    def listen(self, call: Callable[[bool], None]) -> None:
+        self._stop()
+        if self._order:
+            number, place, _ = self._order[-1]
+            self._stop = after_backward(self._params[number][place][1], lambda: call(True))
+
     def close(self) -> None:
+        self._stop()
         for hook in self._hooks:
             hook.remove()
 

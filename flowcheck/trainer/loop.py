@@ -5,22 +5,27 @@
         attachment.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-`clip_grad_norm_` is torch's own and keeps the factor that gradients were multiplied with; the loss scale, and whether a
-step was skipped, come from the scaler that `attach` was given. So nothing of torch's arithmetic has to be written
+The factor that gradients were multiplied with is heard where torch clips, whoever calls it (hearing.py). The loss scale
+comes from the scaler that `attach` was given, when it unscales this optimizer's gradients, or from the optimizer, which
+a scaler lets unscale them itself (fused). Whether a step was skipped is heard from the optimizer: one scaler may serve
+several, and makes its scale smaller whichever of them overflowed. So nothing of torch's arithmetic has to be written
 again in a script. The training thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from operator import is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.changes import Changes
+from flowcheck.trainer.hearing import clipping_heard, method_heard
 
 __all__ = ["AttachmentState", "Told"]
 
@@ -48,6 +53,12 @@ class Told:
         self._scaler = scaler
         self._scale: float | None = None  # at the last boundary: that of the iteration
         self._clips: list[tuple[torch.Tensor, bool]] = []  # factors, and whether all gradients were multiplied
+        self._unscaled: torch.Tensor | float | None = None  # the scale by which gradients were divided
+        self._found_inf: torch.Tensor | None = None  # by which the optimizer itself skips its step
+        self._scaled_clip = False  # gradients were clipped before they were unscaled
+        self._changes: Changes | None = None  # None: nothing is looked at
+        self._hears_clipping = self._hears_scaler = False
+        self._stops: list[Callable[[], None]] = []
 
     def step(
         self, clip: float | None = None, scale: float | None = None, skipped: bool = False, user: Given = None
@@ -58,21 +69,17 @@ class Told:
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_, and `step` needs no `clip`. Returns the norm before it.
+        """torch.nn.utils.clip_grad_norm_, which serves as well: `step` needs no `clip`. Returns the norm before it.
 
         parameters: all that the optimizer steps, once an iteration: where some of them are left out, or gradients are
         clipped twice, the iteration cannot be followed, and `step` refuses it by name. Raises what torch raises.
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self._hears_clipping:
+            self._compare()
         norm = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        # As torch forms it, on the gradients' device; nobody waits for it here. Of shards (DTensors) the norm is a sum
-        # that ranks have parts of: torch has added these up for its own factor, and does so again.
-        whole_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        factor = torch.clamp(max_norm / (whole_norm + 1e-6), max=1.0)
-        clipped = {id(parameter) for parameter in given}
-        whole = all(parameter.grad is None or id(parameter) in clipped
-                    for group in self._optimizer.param_groups for parameter in group["params"])
-        self._clips = [*self._clips[-1:], (factor, whole)]
+        if not self._hears_clipping:
+            self._clipped(given, max_norm, norm)
         return norm
 
     @contextmanager
@@ -82,13 +89,79 @@ class Told:
         yield
         self.step(user=user)
 
+    # -- what is heard --
+
+    def _listen(self, changes: Changes) -> None:
+        """From now on, until `_deafen`. Ranks of one job have to stop at the same iteration: where a norm is a sum that
+        they have parts of, hearing its factor adds them up."""
+        self._changes = changes
+        if (stop := clipping_heard(self._compare, self._clipped)) is not None:
+            self._stops.append(stop)
+            self._hears_clipping = True
+        if callable(getattr(self._scaler, "unscale_", None)):
+            self._stops.append(method_heard(self._scaler, "unscale_", self._unscaling, self._unscale))
+            self._hears_scaler = True
+
+    def _deafen(self) -> None:
+        while self._stops:
+            self._stops.pop()()
+        self._changes, self._hears_clipping, self._hears_scaler = None, False, False
+
+    def _compare(self) -> None:
+        if self._changes is not None:
+            self._changes.compare()
+
+    def _clipped(self, given: Sequence[torch.Tensor], most: float, norm: torch.Tensor) -> None:
+        """Gradients were multiplied. Those of another optimizer are no matter of ours."""
+        mine = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        whole = len(given) == len(mine) and all(map(is_, given, mine))
+        if not whole:
+            clipped = set(map(id, given))
+            if clipped.isdisjoint(map(id, mine)):
+                return
+            whole = all(parameter.grad is None or id(parameter) in clipped for parameter in mine)
+        # As torch forms it, on the gradients' device; nobody waits for it here. Of shards (DTensors) the norm is a sum
+        # that ranks have parts of: torch has added these up for its own factor, and does so again.
+        whole_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        factor = torch.clamp(most / (whole_norm + 1e-6), max=1.0)
+        self._clips = [*self._clips[-1:], (factor, whole)]
+        if self._changes is not None:
+            self._changes.altered()
+
+    def _unscaling(self, optimizer: Any, *_: Any) -> None:
+        if optimizer is self._optimizer:
+            self._compare()
+
+    def _unscale(self, optimizer: Any, *_: Any) -> None:
+        """The scaler has divided gradients by its scale."""
+        if optimizer is not self._optimizer or not self._scaler.is_enabled():
+            return
+        now = getattr(self._scaler, "_scale", None)
+        self._unscaled = now.clone() if isinstance(now, torch.Tensor) else self._scale_now()
+        self._scaled_clip = bool(self._clips)
+        if self._changes is not None:
+            self._changes.altered()
+
+    def _stepping(self) -> None:
+        """The optimizer is about to step. A scaler may have left it to unscale gradients, and to skip."""
+        self._found_inf = getattr(self._optimizer, "found_inf", None)
+        by = getattr(self._optimizer, "grad_scale", None)
+        if self._found_inf is not None and by is not None:
+            self._unscaled, self._scaled_clip = by, bool(self._clips)
+
+    # -- the boundary --
+
     def _said_of_it(
         self, clip: float | None, scale: float | None, skipped: bool,
-        heard: tuple[float | None, float | None, bool] | None = None,
+        heard: tuple[float | None, float | None, bool] | None = None, steps: int | None = None,
     ) -> tuple[float | None, float | None, bool]:
         """(clip, scale, skipped) of the iteration that is over, which is forgotten. heard: what its optimizer said
-        itself. Raises UserError where the script contradicts itself, or clipped what no single factor can say."""
+        itself. steps: that it made since the last boundary, None: nobody knows. Raises UserError where the script
+        contradicts itself, or clipped what no single factor can say."""
         clips, self._clips = self._clips, []
+        unscaled, self._unscaled = self._unscaled, None
+        found_inf, self._found_inf = self._found_inf, None
+        early, self._scaled_clip = self._scaled_clip, False
         before, self._scale = self._scale, self._scale_now()
         if heard is not None:
             if clips or clip is not None or scale is not None:
@@ -96,17 +169,25 @@ class Told:
                                 where="step", remedy="step() without clip= and scale=; no clip_grad_norm_ besides")
             return heard[0], heard[1], heard[2] or skipped
         if clips:
-            if len(clips) > 1 or clip is not None:
-                raise UserError("gradients were clipped twice, or step() has a clip besides", where="clip_grad_norm_",
-                                remedy="clip once an iteration, by attachment.clip_grad_norm_ or with clip=")
-            factor, whole = clips[0]
-            if not whole:
-                raise UserError("not all gradients of the optimizer were clipped", where="clip_grad_norm_",
-                                remedy="all parameters of the optimizer in one call")
-            clip = float(factor)
-        if scale is None and before is not None:
-            scale = before  # which GradScaler makes smaller where it found an overflow
-            skipped = skipped or (self._scale is not None and self._scale < before)
+            clip = _one_factor(clips, clip)
+        if early:
+            raise UserError("gradients were clipped before they were unscaled, which rounds otherwise",
+                            where="clip_grad_norm_", remedy="scaler.unscale_(optimizer) before clipping")
+        if found_inf is not None:
+            skipped = bool(found_inf)
+        elif steps is None:
+            skipped = skipped or (scale is None and before is not None and self._scale is not None
+                                  and self._scale < before)
+        elif skipped and steps:
+            raise UserError("optimizer.step() was called in an iteration that the script calls skipped", where="step",
+                            remedy="skipped=True only where the optimizer did nothing")
+        else:
+            skipped = steps == 0
+        if scale is None:
+            if unscaled is not None:
+                scale = float(unscaled)
+            elif steps is None or not self._hears_scaler or skipped:
+                scale = before  # which GradScaler makes smaller where it found an overflow
         return clip, scale, skipped
 
     def _scale_now(self) -> float | None:
@@ -115,3 +196,15 @@ class Told:
             return None
         get = getattr(self._scaler, "get_scale", None)
         return float(get()) if callable(get) else None
+
+
+def _one_factor(clips: Sequence[tuple[torch.Tensor, bool]], told: float | None) -> float:
+    """Raises UserError where gradients were not all multiplied by one factor, or the script says another one."""
+    factor, whole = float(clips[0][0]), clips[0][1]
+    if len(clips) > 1 or (told is not None and float(told) != factor and not (told != told and factor != factor)):
+        raise UserError("gradients were clipped twice, or step() has a clip besides", where="clip_grad_norm_",
+                        remedy="clip once an iteration, by clip_grad_norm_ or with clip=")
+    if not whole:
+        raise UserError("not all gradients of the optimizer were clipped", where="clip_grad_norm_",
+                        remedy="all parameters of the optimizer in one call")
+    return factor

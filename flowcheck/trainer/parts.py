@@ -16,7 +16,7 @@ torch and the standard library. Raises UserError for what cannot be followed; at
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,9 @@ from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
 
-__all__ = ["Ddp", "Layout", "Own", "Part", "Reduced", "bucket_layout", "local", "position", "stepped"]
+__all__ = [
+    "Ddp", "Layout", "Own", "Part", "Reduced", "after_backward", "bucket_layout", "local", "position", "stepped",
+]
 
 Layout = tuple[list[Bucket], list[int], str]  # buckets, their element counts, dtype on the wire
 
@@ -96,24 +98,72 @@ class Part(ABC):
         gradients were multiplied with, the loss scale, was the step skipped. None: the script says that."""
         return None
 
+    def gradients(self) -> list[torch.Tensor]:
+        """Parameters whose gradients the optimizer finds as the last backward pass has reduced them, if nobody changes
+        them; [] where this part hears of changes itself, or nobody says when they have been reduced."""
+        return []
+
+    def listen(self, call: Callable[[bool], None]) -> None:  # noqa: B027
+        """From now on, once the job is known: call(has it reduced gradients) when a backward pass is over."""
+
     def close(self) -> None:  # noqa: B027
         """Let go of the model."""
+
+
+def after_backward(parameter: torch.Tensor, call: Callable[[], None]) -> Callable[[], None]:
+    """Call when a backward pass is over in which this parameter gets its gradient. DDP and fully_shard end their
+    reductions in callbacks of the same kind, which they have queued by then: so this one queues another, which comes
+    after them. Returns how to stop."""
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def came(_: torch.Tensor) -> None:
+        queue(lambda: queue(call))
+
+    return parameter.register_post_accumulate_grad_hook(came).remove
 
 
 class Ddp(Part):
     """All that one DistributedDataParallel object reduces."""
 
     def __init__(self, model: DistributedDataParallel, name: str = "") -> None:
+        super().__init__(model.module, model.process_group, name)
+        self._model = model
+        self._stop: Callable[[], None] = lambda: None
+        self._reducer = model.reducer
+        self.check()
+
+    def check(self) -> None:
+        model = self._model
         for odd, what in (
             (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),  # which is a hook, too
             (bool(getattr(model, "_comm_hooks", ())), "a communication hook: what it sends is its own"),
             (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
             (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
+            (model.reducer is not self._reducer, "another reducer than when it was attached"),
         ):
             if odd:
                 raise UserError(f"uses {what}", where="DistributedDataParallel", remedy="leave it out for this job")
-        super().__init__(model.module, model.process_group, name)
-        self._model = model
+
+    def over(self) -> None:
+        hook = self._model._get_ddp_logging_data().get("comm_hook", "")  # those of torch are in no list
+        if hook:
+            raise UserError(f"uses a communication hook ({hook}): what it sends is its own",
+                            where="DistributedDataParallel", remedy="leave it out for this job")
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [value for _, value in self.reduced() if id(value) not in self.others]
+
+    def listen(self, call: Callable[[bool], None]) -> None:
+        """The parameter whose gradient came last when DDP dealt its buckets: where activations are recomputed, a part
+        of the backward pass has callbacks of its own."""
+        self._stop()
+        if mine := self.gradients():
+            last = self._model.reducer._get_zeros_like_grad_buckets()[-1].parameters()[-1]
+            found = next((one for one in mine if one is last), mine[0])
+            self._stop = after_backward(found, lambda: call(bool(self._model.require_forward_param_sync)))
+
+    def close(self) -> None:
+        self._stop()
 
     def reduced(self) -> list[tuple[str, torch.Tensor]]:
         ignored = set(getattr(self._model, "parameters_to_ignore", ()))

@@ -160,7 +160,7 @@ def test_other_ranks_tell_their_flows_only(training, hand_node) -> None:
 
 
 @pytest.mark.parametrize(("steps", "told", "what"), [
-    (0, {}, "stepped 0 times"), (2, {}, "stepped 2 times"), (2, {"skipped": True}, "stepped 2 times"),
+    (2, {}, "stepped 2 times"), (2, {"skipped": True}, "stepped 2 times"),
     (3, {}, "stepped 3 times"),
 ])
 def test_an_optimizer_that_steps_otherwise_is_refused(training, hand_node, steps: int, told: Any, what: str) -> None:
@@ -182,15 +182,36 @@ def test_an_optimizer_that_steps_otherwise_is_refused(training, hand_node, steps
     assert one.attachment.number == 5 and one.attachment.state == "refused"
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_a_skipped_step_may_have_been_made_or_not(training, hand_node, steps: int) -> None:
-    """AMP does not call the optimizer after an overflow; a fused one is called and does nothing."""
+def test_an_iteration_without_a_step_and_without_gradients_is_none(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
-    one.train(step=steps)
+    one.iterate()
+    one.attachment.step()
+    assert one.attachment.state == "refused"
+    assert "iteration 4: the optimizer stepped 0 times since the last call of step()" in one.attachment.why
+    peer.expect("record")
+    assert set(peer.rest()) <= {"bye"}
+
+
+def test_a_script_that_leaves_a_step_out_has_skipped_it(training, hand_node) -> None:
+    """Gradients were reduced and the optimizer was not called: its own guard against a NaN, say."""
+    one = training()
+    peer = joined(one, hand_node)
+    one.train(step=0)
+    one.attachment.step()
+    one.train(step=0)
     one.attachment.step(skipped=True)
     one.iterate()
-    assert [peer.expect("record")["skipped"] for _ in range(2)] == [True, False]
+    assert [peer.expect("record")["skipped"] for _ in range(3)] == [True, True, False]
+
+
+def test_a_step_that_was_made_was_not_skipped(training, hand_node) -> None:
+    one = training()
+    peer = joined(one, hand_node)
+    one.train()
+    one.attachment.step(skipped=True)
+    assert one.attachment.state == "refused" and "skipped" in one.attachment.why
+    assert set(peer.rest()) <= {"bye"}
 
 
 def test_steps_before_the_job_is_known_are_not_counted(training, hand_node) -> None:
@@ -202,16 +223,6 @@ def test_steps_before_the_job_is_known_are_not_counted(training, hand_node) -> N
         one.attachment.step()
     peer.expect("flows")
     assert one.attachment.state == "attaching"
-
-
-def test_an_optimizer_whose_steps_are_not_heard_of_is_not_counted(training, hand_node) -> None:
-    """Its hooks are of torch's own step; a wrapper may call something else."""
-    one = training()
-    one.attachment._hook.remove()
-    peer = joined(one, hand_node)
-    one.iterate()
-    record = peer.expect("record")
-    assert (record["iteration"], record["groups"][0]["lr"]) == (3, 1.0) and one.attachment.state == "attached"
 
 
 def test_an_iteration_with_another_call_has_no_record(training, hand_node) -> None:
@@ -285,7 +296,6 @@ def test_close_says_goodbye_once(training, hand_node) -> None:
 def test_close_that_fails_is_no_fault_of_training(training, hand_node, caplog) -> None:
     one = training()
     connected(one, hand_node)
-    one.attachment._hook.remove()
-    one.attachment._hook = SimpleNamespace(remove=lambda: 1 / 0)
+    one.attachment._hooks.append(SimpleNamespace(remove=lambda: 1 / 0))
     one.attachment.close(LONGEST)
     assert one.attachment.state == "closed" and "ZeroDivisionError" in one.attachment.why
