@@ -32,10 +32,14 @@ class Training:
                "collectives": lambda since: self.said[since:]} | options,
         )
 
-    def train(self, *, step: int = 1, calls: int = 1) -> None:
-        """One iteration, without attachment.step()."""
+    def backward(self, calls: int = 1) -> None:
         self.model(torch.ones(3, 2)).square().sum().backward()
         self.said.extend([{"op": "AllReduce", "count": self.elements, "dtype": "float32"}] * calls)
+
+    def train(self, *, step: int = 1, calls: int = 1, between: Callable[[], Any] = lambda: None) -> None:
+        """One iteration, without attachment.step(). between: after the reduction, before the step."""
+        self.backward(calls)
+        between()
         for _ in range(step):
             self.optimizer.step()
         self.optimizer.zero_grad()
