@@ -25,10 +25,11 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -151,8 +152,9 @@ class Attachment(Told):
             threads=max(one.threads for one in described),
         )
         gradients = ([one for one in each.part.gradients() if id(one) in self._described.names] for each in self._parts)
+        constants = [value for one in self._parts for value in one.constants()]
         self._deafen()
-        self._listen(Changes(self._optimizer, gradients, self._described.names))
+        self._listen(Changes(self._optimizer, gradients, constants, self._described.names))
 
     # -- what it is --
 
@@ -212,7 +214,8 @@ class Attachment(Told):
     def _step(self, clip: float | None, scale: float | None, skipped: bool, user: Given) -> None:
         heard = next((said for one in self._parts if (said := one.part.said()) is not None), None)
         stepped, self._stepped = max(self._stepped, 0), 0
-        if stepped > 1 and any(one.job is not None for one in self._parts):  # records and traffic would be counted differently from here on
+        if stepped > 1 and any(one.job is not None for one in self._parts):
+            # Records and traffic would be counted differently from here on.
             raise UserError(
                 f"the optimizer stepped {stepped} times since the last call of step()",
                 where=f"iteration {self.number}",
@@ -267,7 +270,7 @@ class Attachment(Told):
         for hooks, hook, last in ((self._optimizer._optimizer_step_pre_hooks, before, True),
                                   (self._optimizer._optimizer_step_post_hooks, after, False)):
             if len(hooks) > 1 and hook.id in hooks:
-                hooks.move_to_end(hook.id, last=last)  # type: ignore[attr-defined]
+                cast("OrderedDict[int, Any]", hooks).move_to_end(hook.id, last=last)
 
     def close(self, seconds: float = 5.0) -> None:
         """Say goodbye, if the node listens within `seconds`, which several nodes share; idempotent."""

@@ -1,6 +1,6 @@
 """What a script changes besides what an iteration does, read from what torch counts and names.
 
-    changes = Changes(optimizer, gradients, names)
+    changes = Changes(optimizer, gradients, constants, names)
     changes.reduced(0)                          a backward pass is over: part 0 has reduced its gradients
     changes.compare(); ...; changes.altered()   around something that is known to change gradients (clipping, unscale_)
     changes.ready(); changes.stepped()          right before the optimizer's update, and right after it
@@ -12,7 +12,8 @@ tensor, no kernel, and no wait for a device:
 
     between reduction and step       gradients: the objects, and their versions
     from boundary to boundary        parameters: their versions move by what a step of this optimizer moves them, and
-                                     by nothing else; the optimizer's groups, their members, options that decide how it
+                                     by nothing else, and those of parameters that nobody steps not at all; the
+                                     optimizer's groups, their members, options that decide how it
                                      rounds, and its state: which object, how many entries
     from a step to the next one      of WINDOW parameters, others each time: where they lie, and the objects, keys and
                                      versions of their state
@@ -35,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["WINDOW", "Change", "Changes", "Rule"]
 
-WINDOW = 32  # parameters whose memory and optimizer state are looked at in one iteration
+WINDOW = 16  # parameters whose memory and optimizer state are looked at in one iteration
 _version, _gradient, _shard = attrgetter("_version"), attrgetter("grad"), attrgetter("_local_tensor")
 FLAGS = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad", "nesterov",
          "decoupled_weight_decay")
@@ -75,7 +76,7 @@ class _Window:
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
         self._places = _places(parameters)
-        get = optimizer.state.get
+        get: Any = optimizer.state.get
         self._entries = [(one, entry, tuple(entry.values())) for one in parameters if (entry := get(one))]
         self._tensors = [value for _, _, values in self._entries for value in values if isinstance(value, torch.Tensor)]
         self._versions = _versions(self._tensors)
@@ -84,7 +85,7 @@ class _Window:
         """What is otherwise now, "": nothing."""
         if _places(self._parameters) != self._places:
             return "a parameter lies in other memory than the optimizer's last step left it in"
-        get = self._optimizer.state.get
+        get: Any = self._optimizer.state.get
         for one, entry, values in self._entries:
             if get(one) is not entry or len(entry) != len(values) or not all(map(is_, entry.values(), values)):
                 return "the optimizer's state of a parameter is another object, or has other keys"
@@ -95,12 +96,13 @@ class _Window:
 
 class Changes:
     """optimizer: that steps. gradients: of each part of this rank the parameters whose gradients the optimizer finds as
-    the wire carried them. names: by a parameter's id, for messages."""
+    the wire carried them. constants: parameters that nobody steps. names: by a parameter's id, for messages."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, gradients: Iterable[Sequence[torch.Tensor]], names: Mapping[int, str],
+        self, optimizer: torch.optim.Optimizer, gradients: Iterable[Sequence[torch.Tensor]],
+        constants: Sequence[torch.Tensor], names: Mapping[int, str],
     ) -> None:
-        self._optimizer, self._names = optimizer, names
+        self._optimizer, self._constants, self._names = optimizer, list(constants), names
         self._gradients = [_Gradients(list(one)) for one in gradients]
         self._moves: dict[tuple[Any, ...], int] = {}  # by options: how far one step moves the parameters' versions
         self._at = 0  # first parameter of the next window
@@ -115,15 +117,14 @@ class Changes:
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._flags = list(map(_flags, optimizer.param_groups))
         self._parameters = list(chain.from_iterable(self._members))
-        self._sharded = any(isinstance(one, DTensor) for one in self._parameters)
-        self._window: _Window | None = None
-        self._versions = self._written()
+        self._shards = [one for one in self._parameters if isinstance(one, DTensor)]
+        self._turn_window()
+        self._versions, self._kept = self._written(), _versions(self._constants)
         self._drop()
 
     def _written(self) -> int:
         """How often all parameters together were written to."""
-        total = sum(map(_version, self._parameters))
-        return total + sum(map(_version, map(_shard, self._parameters))) if self._sharded else total
+        return sum(map(_version, self._parameters)) + sum(map(_version, map(_shard, self._shards)))
 
     def _drop(self) -> None:
         """A gradient that is held takes memory."""
@@ -180,6 +181,9 @@ class Changes:
             self._moves[self._options()] = self._written() - self._before
             self._before = None
         self._drop()
+        self._turn_window()
+
+    def _turn_window(self) -> None:
         self._window = _Window(self._optimizer, self._parameters[self._at : self._at + WINDOW])
         self._at = self._at + WINDOW if self._at + WINDOW < len(self._parameters) else 0
 
@@ -191,7 +195,7 @@ class Changes:
         )
 
     def _look_through_window(self) -> None:
-        if self._window is not None and (odd := self._window.odd()):
+        if odd := self._window.odd():
             self._find(odd)
 
     # -- the boundary --
@@ -206,6 +210,9 @@ class Changes:
         if self._found is None and written != due:
             self._find("parameters were written to outside of optimizer.step()" if steps else
                        "parameters were written to, and optimizer.step() was not heard")
+        if self._found is None and _versions(self._constants) != self._kept:
+            self._find("parameters that no optimizer steps were written to (an average of weights is followed as a"
+                       " registered buffer)")
         self._versions, self._entries = written, len(self._state)
         self._drop()
         found, self._found = self._found, None

@@ -160,6 +160,10 @@ class Following:
         self.source = Source(self.part, self._optimizer, self.described)
         self.watch.redescribe(self.described)
 
+    def constants(self) -> list[torch.Tensor]:
+        held = self.part.state_dict(keep_vars=True)
+        return [held[entry.name] for entry in self.described.entries if entry.kind == "constant"]
+
     def over(self, it: Over) -> None:
         """Raises UserError where the job can no longer be followed."""
         self._stepped_with, self._groups = self._groups, None

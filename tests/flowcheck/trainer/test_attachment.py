@@ -186,10 +186,10 @@ def test_an_iteration_without_a_step_and_without_gradients_is_none(training, han
     one = training()
     peer = joined(one, hand_node)
     one.iterate()
+    peer.expect("record")
     one.attachment.step()
     assert one.attachment.state == "refused"
     assert "iteration 4: the optimizer stepped 0 times since the last call of step()" in one.attachment.why
-    peer.expect("record")
     assert set(peer.rest()) <= {"bye"}
 
 

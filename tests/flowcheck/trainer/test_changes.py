@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ..hand_node import HandNode, until
-from .training import Training, connected, joined
+from .training import Every, Training, connected, joined
 
 Change = Callable[[Training], Any]
 
@@ -196,6 +196,19 @@ def test_a_communication_hook_after_attach(training, hand_node, hook: str) -> No
     hand_node.welcome()
     one.iterate()
     assert one.attachment.state == "refused" and "hook" in one.attachment.why
+
+
+def test_a_constant_that_is_written_to(training, hand_node) -> None:
+    """An average of the weights that is kept in frozen parameters: what a version has of it would be old."""
+    one = training(layer=Every())
+    peer = joined(one, hand_node)
+    one.iterate()
+    assert peer.receive()[0]["iteration"] == 3
+    one.train()
+    with torch.no_grad():
+        one.model.module.frozen.mul_(0.5)
+    one.attachment.step()
+    is_noticed(one, peer, 4)
 
 
 def test_a_post_hook_that_writes_is_refused_in_the_end(training, hand_node) -> None:
