@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+from flowcheck.trainer.changes import Changes
 from flowcheck.trainer.description import Watch, check_gradients, entries
 from flowcheck.trainer.parts import local
 from flowcheck.trainer.ranges import Source
@@ -356,3 +357,43 @@ def test_a_version_of_another_layout_is_refused(world, change: Callable[[Recover
     version = version_of(one)
     change(version)
     assert what in refusal(lambda: version.load(one.model, one.optimizer))[1]
+
+
+@torch.no_grad()
+def _halve_a_shard(one: Sharded) -> None:
+    one.model.two.weight.mul_(0.5)
+
+
+CHANGED: dict[str, tuple[Callable[[Sharded], Any], Callable[[Sharded], Any]]] = {  # between reduction and step; after
+    "nothing": (lambda one: None, lambda one: None),
+    "a gradient": (lambda one: one.model.one.weight.grad.mul_(2), lambda one: None),
+    "a gradient's shard": (lambda one: one.model.one.bias.grad.to_local().add_(1), lambda one: None),
+    "another gradient": (lambda one: setattr(one.model.one.bias, "grad", one.model.one.bias.grad.clone()),
+                         lambda one: None),
+    "a parameter": (lambda one: None, _halve_a_shard),
+    "a parameter's shard": (lambda one: None, lambda one: local(one.model.two.bias).add_(1)),
+    "momentum": (lambda one: None, lambda one: one.optimizer.state[one.model.one.weight]["momentum_buffer"].zero_()),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_is_changed_in_shards_is_seen(world, what: str) -> None:
+    one = Sharded()
+    part, job, _ = watched(one)
+    assert job is not None
+    changes = Changes(one.optimizer, [part.gradients()], [], {})
+    part.listen(lambda whole: changes.reduced(0, whole))
+    between, after = CHANGED[what]
+    for turn in range(2):  # what a step does by itself is known after the first
+        one.backward()
+        if turn:
+            between(one)
+        changes.ready()
+        one.optimizer.step()
+        changes.stepped()
+        one.optimizer.zero_grad()
+        if turn:
+            after(one)
+        found = changes.over(1)
+        assert (found is None) == (not turn or what == "nothing"), found
+    part.close()
