@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -30,17 +31,20 @@ def main() -> int:
     parser.add_argument("--attach", type=json.loads, default={}, help="more arguments of attach, JSON")
     parser.add_argument("--out", type=Path, help="where logs and hashes go; they stay")
     options = parser.parse_args()
+    logging.getLogger("flowcheck").setLevel(logging.CRITICAL)  # what `recover` finds is in the table
     chosen = [one for name, one in SCENARIOS.items() if not options.names or name in options.names]
     out = options.out or Path(tempfile.mkdtemp(prefix="scenarios-"))
     began, bad = time.monotonic(), 0
-    with Fabric(FabricConfig(name=f"s{os.getpid():x}", ranks=2, mirrored=((0, 1),))) as fabric, Stage(fabric, out) as stage:
+    config = FabricConfig(name=f"s{os.getpid():x}", ranks=2, mirrored=((0, 1),))
+    with Fabric(config) as fabric, Stage(fabric, out) as stage:
         print(f"ready after {time.monotonic() - began:.1f} s; logs in {out}", flush=True)
         for scenario in chosen:
             played = stage.play(scenario, **options.attach)
             bad += not played.good
             mark = "     " if played.good else "WRONG"
             print(f"{mark} {scenario.expected.name.lower():6} {played}  [{played.seconds:.1f} s]", flush=True)
-            (out / f"{scenario.name}.json").write_text(json.dumps({"events": played.events, "offers": [asdict(o) for o in played.offers]}))
+            kept = {"events": played.events, "offers": [asdict(one) for one in played.offers]}
+            (out / f"{scenario.name}.json").write_text(json.dumps(kept))
     print(f"{len(chosen) - bad} of {len(chosen)} as they should be, {time.monotonic() - began:.0f} s")
     return bool(bad)
 

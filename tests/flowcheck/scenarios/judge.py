@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from .table import PERIOD, Expected
 
@@ -25,7 +24,8 @@ class Boundary:
 
     tensors, optimizer: SHA-256 by name.
     buffers: names among `tensors` that DDP takes from rank 0.
-    state, why: of the attachment after its `step`.
+    attachment: which one of the start it is, where the script attaches again.
+    state, why, published: of the attachment after its `step`.
     """
 
     start: int
@@ -34,8 +34,10 @@ class Boundary:
     tensors: Hashes
     optimizer: Hashes
     buffers: Sequence[str] = ()
+    attachment: int = 0
     state: str = "attached"
     why: str = ""
+    published: tuple[int, str] = (-1, "")
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,11 @@ class Version:
 
 @dataclass(frozen=True)
 class Offer:
-    """A version that somebody would get who asks for one after the scenario. chosen: it is the one that `recover` gives,
-    and `tensors` are what came."""
+    """
+    A version that somebody would get who asks for one after the scenario.
+
+    chosen: it is the one that `recover` gives, and `tensors` are what came.
+    """
 
     iteration: int
     status: str
@@ -90,6 +95,8 @@ class Verdict:
         parts = [f"{self.outcome}: {len(self.equal)} equal"]
         if self.wrong:
             parts.append(f"{len(self.wrong)} wrong ({self.wrong[0]} to {self.wrong[-1]}, {self.differs})")
+        elif self.differs:
+            parts.append(self.differs)
         if self.marks:
             parts.append(f"said at {self.marks[0]}: {self.why}")
         return ", ".join(parts)
@@ -97,14 +104,14 @@ class Verdict:
 
 def judge(
     at: int | None, boundaries: Iterable[Boundary], versions: Iterable[Version],
-    diverged: Mapping[int, str], offers: Iterable[Offer] = (), period: int = PERIOD,
+    said: Mapping[int, str], offers: Iterable[Offer] = (), period: int = PERIOD,
 ) -> Verdict:
-    """at: the iteration of the change, None: from the beginning. diverged: what the node said of iterations whose version
-    it found to be wrong. offers: of the end."""
+    """at: the iteration of the change, None: from the beginning. said: what the node said of iterations that it could
+    not publish, or found to be wrong. offers: of the end."""
     truth: dict[tuple[int, int], list[Boundary]] = {}
     for one in boundaries:
         truth.setdefault((one.start, one.iteration), []).append(one)
-    marks = dict(diverged) | _named(truth)
+    marks = dict(said) | _named(truth)
     equal, wrong, differs, verified = [], [], "", False
     for version in sorted(versions, key=lambda one: (one.start, one.iteration)):
         difference = _difference(version, truth.get((version.start, version.iteration), []))
@@ -150,18 +157,24 @@ def _outcome(at: int | None, it: Verdict, verified: bool, period: int) -> str:
 
 
 def _named(truth: Mapping[tuple[int, int], Sequence[Boundary]]) -> dict[int, str]:
-    """Boundaries at which an attachment said something: from the first one on at which all of a start are attached, or
-    one will never be."""
+    """
+    Boundaries at which an attachment said something that counts: it was attached in all ranks before, or is refused or
+    without a connection, or it is the last boundary and it has never been attached.
+    """
     found: dict[int, str] = {}
     for start in {start for start, _ in truth}:
-        attached = False
-        for iteration in sorted(number for one, number in truth if one == start):
+        numbers = sorted(number for one, number in truth if one == start)
+        attached: set[int] = set()
+        for iteration in numbers:
             ranks = truth[start, iteration]
-            attached = attached or all(one.state == "attached" for one in ranks)
+            if all(one.state == "attached" for one in ranks):
+                attached.add(ranks[0].attachment)
             for one in ranks:
-                if one.state in ("refused", "closed") or (attached and (one.state != "attached" or one.why)):
-                    found.setdefault(iteration, f"{one.state}: {one.why}" if one.why else "")
-    return {iteration: why for iteration, why in found.items() if why}
+                odd = one.attachment in attached and (one.state != "attached" or one.why)
+                never = iteration == numbers[-1] and one.attachment not in attached
+                if one.why and (odd or never or one.state in ("refused", "lost")):
+                    found.setdefault(iteration, f"{one.state}: {one.why}")
+    return found
 
 
 def _difference(version: Version, ranks: Sequence[Boundary]) -> str:

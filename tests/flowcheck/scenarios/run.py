@@ -100,7 +100,7 @@ class Run:
             return kind()
 
     def ddp(self, model: nn.Module | None = None, **settings: Any) -> DistributedDataParallel:
-        return DistributedDataParallel(model or self.model(), **settings)
+        return DistributedDataParallel(self.model() if model is None else model, **settings)
 
     def usual(
         self, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, *, model: nn.Module | None = None,
@@ -134,11 +134,12 @@ class Run:
 
     def iterations(self, first: int = 0) -> Iterator[int]:
         """At a pace at which the node can say what it has found before the next one begins: a real model's."""
-        for self.number in range(first, first + self.count):
-            yield self.number
+        for number in range(first, first + self.count):
+            self.number = number
+            yield number
             end = time.monotonic() + PACE
             while time.monotonic() < end and any(
-                str(one.state) not in ENDED and one.published[0] < self.number for one in self.attachments
+                str(one.state) not in ENDED and one.published[0] < one.number - 1 for one in self.attachments
             ):
                 time.sleep(0.001)
 
@@ -152,16 +153,17 @@ class Run:
 
     def attach(self, ddp: Any, optimizer: torch.optim.Optimizer, **settings: Any) -> Any:
         attachment: Any = flowcheck.attach(ddp, optimizer, **{**self.settings, **settings})
-        step = attachment.step
+        step, place = attachment.step, len(self.attachments)
 
         def seen(*given: Any, **named: Any) -> None:
-            model = ddp.module
+            model, ended = ddp.module, str(attachment.state) in ENDED
+            number = self.number if ended else attachment.number
             tensors, state = hashes(model, optimizer)
             step(*given, **named)
             self.out.write(json.dumps({
-                "start": self.start, "iteration": self.number, "rank": self.rank, "tensors": tensors,
-                "optimizer": state, "buffers": [name for name, _ in model.named_buffers()],
-                "state": str(attachment.state), "why": attachment.why,
+                "start": self.start, "iteration": number, "rank": self.rank, "tensors": tensors, "optimizer": state,
+                "buffers": [name for name, _ in model.named_buffers()], "attachment": place,
+                "state": str(attachment.state), "why": attachment.why, "published": attachment.published,
             }) + "\n")
             self.out.flush()
 

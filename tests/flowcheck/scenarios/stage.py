@@ -36,6 +36,7 @@ __all__ = ["Played", "Stage"]
 ROOT = Path(__file__).resolve().parents[3]
 RANKS = 2
 CONTROL, API = "10.78.0.2:7070", "10.78.0.2:7071"
+SOFTROCE = {"protocol": "LL128", "peer_timeout_s": 10}
 START_SECONDS, PLAY_SECONDS, END_SECONDS = 120.0, 110.0, 10.0
 
 
@@ -103,7 +104,7 @@ insecure = true
         for rank in range(RANKS):
             self._start(f"rank {rank}", f"r{rank}",
                         ["tests.flowcheck.scenarios.rank", str(rank), str(RANKS), str(self._out)], cores.trainers,
-                        {"interface": "fab0", "address": f"10.77.0.{10 + rank}", "protocol": "LL128", "peer_timeout_s": 10})
+                        {"interface": "fab0", "address": f"10.77.0.{10 + rank}", **SOFTROCE})
         waited = {"node", "rank 0", "rank 1"}
 
         def ready(name: str, event: dict[str, Any]) -> None:
@@ -153,17 +154,16 @@ insecure = true
         broken, versions = "", list[Version]()
         for start in range(scenario.starts):
             statuses = self._once(scenario, start, run_id, settings)
+            versions += self._versions(start, run_id, first)
             if any(statuses):
                 broken = f"ranks ended with {statuses}: {self._log()}"
                 break
-            versions += self._versions(start, run_id, first)
-        lines = [json.loads(line) for path in sorted(folder.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
         events = self._events[first:]
-        diverged = {event["iteration"]: f"the node: {event['why']}" for event in events
-                    if event["event"] == "iteration" and event["status"] == "diverged"}
+        said = {event["iteration"]: f"the node: {event['status']}: {event['why']}" for event in events
+                if event["event"] == "iteration" and event["status"] in ("diverged", "lost")}
         at = scenario.at
         offers = self._offers(run_id)
-        verdict = judge(at, [Boundary(**line) for line in lines], versions, diverged, offers)
+        verdict = judge(at, self._boundaries(run_id), versions, said, offers)
         return Played(scenario, verdict, events, offers, time.monotonic() - began, broken)
 
     def _once(self, scenario: Scenario, start: int, run_id: str, settings: dict[str, Any]) -> list[int]:
@@ -183,8 +183,18 @@ insecure = true
         def ended() -> bool:
             return any(event["event"] == "end" and event["run_id"] == run_id for event in self._events[first:])
 
-        self._hear(ended, END_SECONDS)
+        if self._followed(run_id, start):
+            self._hear(ended, END_SECONDS)
         return statuses
+
+    def _boundaries(self, run_id: str) -> list[Boundary]:
+        files = sorted((self._out / run_id).glob("rank*.jsonl"))
+        return [Boundary(**json.loads(line)) for path in files for line in path.read_text().splitlines()]
+
+    def _followed(self, run_id: str, start: int) -> bool:
+        """Has the node a job that it will say the end of?"""
+        states = [one.state for one in self._boundaries(run_id) if one.start == start]
+        return "attached" in states and states[-1] != "refused"
 
     def _versions(self, start: int, run_id: str, first: int) -> list[Version]:
         """What was published since the last call."""
@@ -196,6 +206,9 @@ insecure = true
         for event in self._events[first:]:
             if event["event"] == "iteration":
                 said.setdefault(event["iteration"], set()).add(event["status"])
+        for one in self._boundaries(run_id):
+            if one.start == start:
+                said.setdefault(one.published[0], set()).add(one.published[1])
         for path in (self._out / "steps").glob(f"**/{run_id}*/**/step-*/manifest.json"):
             manifest = json.loads(path.read_text())
             said.setdefault(manifest["step"] - 1, set()).add(manifest["status"])

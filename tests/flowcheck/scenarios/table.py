@@ -24,7 +24,7 @@ PERIOD = 6  # iterations within which a wrong version has to be found
 class Expected(IntEnum):
     """The least that has to come of a scenario. More than that is allowed."""
 
-    CAUGHT = 1  # wrong versions for PERIOD iterations at most, none of them verified, then the node or the trainer says so
+    CAUGHT = 1  # wrong versions for PERIOD iterations at most, none of them verified; then somebody says so
     NAMED = 2  # no wrong version, and `attachment.why` says something within one boundary
     EQUAL = 3  # all versions from the first on are the trainers' state
 

@@ -1,5 +1,5 @@
 """The scripts, by what they change. Importing this fills the table."""
 
-from . import gradients, models, optimizers, plain, resumes, scalers, schedules, weights
+from . import gradients, mixtures, models, optimizers, plain, resumes, scalers, schedules, weights
 
-__all__ = ["gradients", "models", "optimizers", "plain", "resumes", "scalers", "schedules", "weights"]
+__all__ = ["gradients", "mixtures", "models", "optimizers", "plain", "resumes", "scalers", "schedules", "weights"]

@@ -63,9 +63,9 @@ def frozen(run: Run) -> None:
         run.plain(ddp, optimizer, attachment, i)
 
 
-@scenario(Expected.EQUAL)
+@scenario(Expected.NAMED)
 def frozen_and_attached_anew(run: Run) -> None:
-    """The same, and the script attaches again."""
+    """The same, and the script attaches again. The optimizer still has moments of the frozen layer."""
     ddp, optimizer, attachment = run.usual()
     for i in run.iterations():
         if run.now(i):
@@ -136,9 +136,9 @@ def no_wrapper(run: Run) -> None:
         run.plain(ddp.module, optimizer, attachment, i)
 
 
-@scenario(Expected.NAMED)
+@scenario(Expected.CAUGHT)
 def wrapper_passed_by(run: Run) -> None:
-    """The forward goes round DDP once: gradients of this rank alone."""
+    """The forward goes round DDP once: gradients of this rank alone. Ranks differ ever after."""
     ddp, optimizer, attachment = run.usual()
     for i in run.iterations():
         run.plain(ddp.module if run.now(i) else ddp, optimizer, attachment, i)

@@ -71,7 +71,8 @@ def groups_exchanged(run: Run) -> None:
     """Two groups exchange two parameters of the same shape."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
     ddp = run.ddp(model)
-    optimizer = torch.optim.AdamW([{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters()}], 1e-3)
+    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.AdamW(groups, 1e-3)
     attachment = run.attach(ddp, optimizer)
     for i in run.iterations():
         if run.now(i):
@@ -82,12 +83,16 @@ def groups_exchanged(run: Run) -> None:
 
 @scenario(Expected.NAMED)
 def group_added(run: Run) -> None:
-    """A layer that was not stepped is added in mid-run."""
-    ddp = run.ddp()
-    optimizer = torch.optim.AdamW([*ddp.module.middle.parameters(), *ddp.module.last.parameters()], 1e-3)
+    """A layer that was frozen is thawed: DDP is made anew, and the optimizer gets another group."""
+    model = run.model()
+    model.first.requires_grad_(False)
+    ddp = run.ddp(model)
+    optimizer = torch.optim.AdamW([*model.middle.parameters(), *model.last.parameters()], 1e-3)
     attachment = run.attach(ddp, optimizer)
     for i in run.iterations():
         if run.now(i):
+            model.first.requires_grad_(True)
+            ddp = run.ddp(model)
             optimizer.add_param_group({"params": ddp.module.first.parameters()})
         run.plain(ddp, optimizer, attachment, i)
 
@@ -124,7 +129,7 @@ def rate_changed_before_step(run: Run) -> None:
             optimizer.param_groups[0]["lr"] = 1.0
 
 
-@scenario(Expected.NAMED, quick=True)
+@scenario(Expected.NAMED)
 def rate_set_by_a_pre_hook(run: Run) -> None:
     """A step pre-hook that is registered after attach sets the learning rate."""
     ddp, optimizer, attachment = run.usual()
@@ -311,16 +316,16 @@ def count_set_back(run: Run) -> None:
 def step_is_replaced(run: Run) -> None:
     """optimizer.step is another function, which steps and shrinks weights."""
     ddp, optimizer, attachment = run.usual()
+    step = optimizer.step
+
+    def shrinking(self: torch.optim.Optimizer) -> None:
+        step()
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.mul_(0.99)
+
     for i in run.iterations():
         if run.now(i):
-            step = optimizer.step
-
-            def shrinking(self: torch.optim.Optimizer) -> None:
-                step()
-                with torch.no_grad():
-                    for parameter in ddp.parameters():
-                        parameter.mul_(0.99)
-
             optimizer.step = types.MethodType(shrinking, optimizer)
         run.plain(ddp, optimizer, attachment, i)
 
@@ -461,3 +466,133 @@ def lookahead(run: Run) -> None:
                 for parameter, kept in zip(ddp.parameters(), slow, strict=True):
                     kept.lerp_(parameter.data, 0.5)
                     parameter.data.copy_(kept)
+
+
+@scenario(Expected.NAMED, at=None)
+def subclass_that_adds(run: Run) -> None:
+    """A subclass of AdamW whose step centres gradients first."""
+
+    class Centred(torch.optim.AdamW):
+        def step(self, closure: None = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.sub_(parameter.grad.mean())
+            super().step(closure)
+
+    ddp, optimizer, attachment = run.usual(Centred)
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.NAMED, at=None)
+def another_kind(run: Run) -> None:
+    """An optimizer that no replica can follow."""
+    ddp, optimizer, attachment = run.usual(torch.optim.RMSprop)
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.NAMED, at=None)
+def sharded_optimizer(run: Run) -> None:
+    """ZeroRedundancyOptimizer: each rank steps a part and broadcasts it."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    ddp = run.ddp()
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
+    attachment = run.attach(ddp, optimizer)
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.EQUAL, at=None)
+def wrapped_in_a_class(run: Run) -> None:
+    """A class of a framework has the optimizer, and calls it."""
+
+    class Engine:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def step(self) -> None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    ddp, optimizer, attachment = run.usual()
+    engine = Engine(optimizer)
+    for i in run.iterations():
+        with attachment.iteration():
+            run.loss(ddp, i).backward()
+            engine.step()
+
+
+@scenario(Expected.NAMED)
+def groups_made_anew(run: Run) -> None:
+    """optimizer.param_groups is another list of other dicts, which say the same. It may be followed."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        if run.now(i):
+            optimizer.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+        run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.NAMED)
+def order_in_a_group(run: Run) -> None:
+    """The parameters of a group stand in another order, as torch's state_dict numbers them. It may be followed."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        if run.now(i):
+            optimizer.param_groups[0]["params"].reverse()
+        run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.NAMED)
+def state_gets_a_key(run: Run) -> None:
+    """The script keeps an average in optimizer.state, which a checkpoint of torch's would have."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        with attachment.iteration():
+            run.backward(ddp, optimizer, i)
+            optimizer.step()
+            if run.since(i):
+                for parameter, state in optimizer.state.items():
+                    state["average"] = parameter.detach().clone()
+
+
+@scenario(Expected.NAMED)
+def state_exchanged(run: Run) -> None:
+    """Two parameters of one shape exchange their moments."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32))
+    ddp, optimizer, attachment = run.usual(model=model)
+    for i in run.iterations():
+        if run.now(i):
+            one, other = model[0].weight, model[2].weight
+            optimizer.state[one], optimizer.state[other] = optimizer.state[other], optimizer.state[one]
+        run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.EQUAL, at=None)
+def attached_late(run: Run) -> None:
+    """attach in the middle of a job, whose optimizer has state already."""
+    ddp = run.ddp()
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
+    for i in range(5):
+        run.backward(ddp, optimizer, i)
+        optimizer.step()
+    attachment = run.attach(ddp, optimizer, iteration=5)
+    for i in run.iterations(5):
+        run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.NAMED)
+def made_anew_in_the_process(run: Run) -> None:
+    """Model, wrapper and optimizer are made anew and loaded from a checkpoint in memory, and attach is called again
+    without a close: an in-process restart."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        if run.now(i):
+            saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict()])
+            ddp = run.ddp()
+            optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
+            ddp.module.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            attachment = run.attach(ddp, optimizer, iteration=i)
+        run.plain(ddp, optimizer, attachment, i)

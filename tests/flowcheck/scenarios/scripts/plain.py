@@ -127,7 +127,7 @@ def closure(run: Run) -> None:
             optimizer.step(lambda i=i: run.backward(ddp, optimizer, i))
 
 
-@scenario(Expected.NAMED, at=None)
+@scenario(Expected.CAUGHT, at=None)
 def compiled_step(run: Run) -> None:
     """torch.compile around optimizer.step."""
     ddp, optimizer, attachment = run.usual()

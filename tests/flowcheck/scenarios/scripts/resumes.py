@@ -69,7 +69,7 @@ def older_and_shorter(run: Run) -> None:
             _save(run, ddp.module, optimizer)
 
 
-@scenario(Expected.EQUAL, at=None, starts=2, iterations=12, quick=True)
+@scenario(Expected.EQUAL, at=None, starts=2, iterations=12)
 def recovered_with_numpy_rates(run: Run) -> None:
     """lr is a numpy.float64 and a schedule is attached: the second start has model, optimizer and schedule."""
     ddp = run.ddp()

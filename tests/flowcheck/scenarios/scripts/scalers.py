@@ -30,7 +30,7 @@ def scaler_given(run: Run) -> None:
             scaler.update()
 
 
-@scenario(Expected.NAMED, at=None, quick=True)
+@scenario(Expected.NAMED, at=None)
 def scaler_not_given(run: Run) -> None:
     """GradScaler of which attach is not told."""
     ddp, optimizer, attachment = run.usual()

@@ -48,11 +48,11 @@ def plateau(run: Run) -> None:
 
 @scenario(Expected.EQUAL, at=None)
 def chained(run: Run) -> None:
-    """A warm-up and an exponential, one after the other and at once."""
+    """Three schedules, one after the other."""
     _usual(run, lambda optimizer: schedules.SequentialLR(optimizer, [
-        schedules.LinearLR(optimizer, 0.1, total_iters=5),
-        schedules.ChainedScheduler([schedules.ExponentialLR(optimizer, 0.9), schedules.StepLR(optimizer, 3)]),
-    ], [5]))
+        schedules.LinearLR(optimizer, 0.1, total_iters=5), schedules.PolynomialLR(optimizer, 10),
+        schedules.ExponentialLR(optimizer, 0.9),
+    ], [5, 12]))
 
 
 @scenario(Expected.EQUAL, at=None)

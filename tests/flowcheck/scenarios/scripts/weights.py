@@ -66,9 +66,9 @@ def clamped_before_step(run: Run) -> None:
             optimizer.step()
 
 
-@scenario(Expected.CAUGHT)
+@scenario(Expected.CAUGHT, sums=5)
 def one_weight_through_data(run: Run) -> None:
-    """One element of the largest tensor, once."""
+    """One element of the largest tensor, once: no sample may hit it, a checksum does."""
     ddp, optimizer, attachment = run.usual()
     for i in run.iterations():
         run.plain(ddp, optimizer, attachment, i)
@@ -218,8 +218,8 @@ def storage_moved(run: Run) -> None:
     for i in run.iterations():
         run.plain(ddp, optimizer, attachment, i)
         if run.now(i):
-            flat = torch.cat([parameter.data.reshape(-1) for parameter in ddp.parameters()])
-            for parameter, part in zip(ddp.parameters(), flat.split([p.numel() for p in ddp.parameters()]), strict=True):
+            flat, sizes = nn.utils.parameters_to_vector(ddp.parameters()), [p.numel() for p in ddp.parameters()]
+            for parameter, part in zip(ddp.parameters(), flat.detach().split(sizes), strict=True):
                 parameter.data = part.view_as(parameter)
 
 
@@ -305,3 +305,89 @@ def normed_in_forward(run: Run) -> None:
     ddp, optimizer, attachment = run.usual(model=model)
     for i in run.iterations():
         run.plain(ddp, optimizer, attachment, i)
+
+
+@scenario(Expected.NAMED)
+def multiplied_by_foreach(run: Run) -> None:
+    """torch._foreach_mul_ of all weights, which torch counts."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+        if run.now(i):
+            with torch.no_grad():
+                torch._foreach_mul_(list(ddp.parameters()), 0.99)
+
+
+@scenario(Expected.CAUGHT)
+def changed_in_inference_mode(run: Run) -> None:
+    """In torch.inference_mode."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+        if run.now(i):
+            with torch.inference_mode():
+                for parameter in ddp.parameters():
+                    parameter.mul_(0.99)
+
+
+@scenario(Expected.CAUGHT)
+def from_one_vector(run: Run) -> None:
+    """vector_to_parameters: all weights become views of one vector with other values."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+        if run.now(i):
+            vector = nn.utils.parameters_to_vector(ddp.parameters())
+            nn.utils.vector_to_parameters(vector.detach() * 0.99, ddp.parameters())
+
+
+@scenario(Expected.CAUGHT)
+def changed_and_back_later(run: Run) -> None:
+    """The average is put in for one iteration and taken out again: only some versions are wrong."""
+    ddp, optimizer, attachment = run.usual()
+    kept: list[torch.Tensor] = []
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+        if run.now(i):
+            kept = [parameter.data.clone() for parameter in ddp.parameters()]
+            for parameter in ddp.parameters():
+                parameter.data.mul_(0.9)
+        if i == run.at + 1:
+            for mine, parameter in zip(kept, ddp.parameters(), strict=True):
+                parameter.data.copy_(mine)
+
+
+@scenario(Expected.CAUGHT)
+def other_strides(run: Run) -> None:
+    """A matrix lies in memory by columns from a step on: its elements are the same, and torch rounds otherwise."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+        if run.now(i):
+            weight = ddp.module.middle.weight
+            weight.data = weight.data.t().contiguous().t()
+
+
+@scenario(Expected.NAMED)
+def double_precision(run: Run) -> None:
+    """model.double(), and DDP is made anew."""
+    ddp, optimizer, attachment = run.usual(torch.optim.SGD, lr=0.1)
+    for i in run.iterations():
+        if run.now(i):
+            ddp = run.ddp(ddp.module.double())
+        with attachment.iteration():
+            optimizer.zero_grad()
+            x, y = run.batch(i)
+            nn.functional.cross_entropy(ddp(x.to(ddp.module.last.bias.dtype)), y).backward()
+            optimizer.step()
+
+
+@scenario(Expected.NAMED)
+def evaluated_through_the_wrapper(run: Run) -> None:
+    """Evaluation by DDP's own forward, whose buffers are broadcast. It may be followed."""
+    ddp, optimizer, attachment = run.usual(model=run.model(Conv))
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+        if run.now(i):
+            with torch.no_grad():
+                run.loss(ddp, i)
