@@ -33,6 +33,8 @@ __all__ = ["Conv", "Mlp", "Run", "hashes", "sha256"]
 
 INPUTS, CLASSES, BATCH = 32, 10, 8
 PACE = 0.15  # seconds that the node gets for an iteration, where it needs them
+JOINING = 5.0  # that it gets to join a job that it has the manifest of
+WATCHED = 2  # iterations before there can be one
 ENDED = ("refused", "closed")
 
 
@@ -137,11 +139,17 @@ class Run:
         for number in range(first, first + self.count):
             self.number = number
             yield number
-            end = time.monotonic() + PACE
-            while time.monotonic() < end and any(
-                str(one.state) not in ENDED and one.published[0] < one.number - 1 for one in self.attachments
-            ):
-                time.sleep(0.001)
+            if self.attachments:
+                one = self.attachments[-1]
+                self._wait(PACE, lambda one=one: str(one.state) in ENDED or one.published[0] >= one.number - 1)
+                if number - first == WATCHED + 1:
+                    self._wait(JOINING, lambda one=one: str(one.state) in (*ENDED, "attached"))
+
+    @staticmethod
+    def _wait(seconds: float, until: Callable[[], bool]) -> None:
+        end = time.monotonic() + seconds
+        while not until() and time.monotonic() < end:
+            time.sleep(0.001)
 
     def now(self, i: int) -> bool:
         """Is it the iteration of the change?"""

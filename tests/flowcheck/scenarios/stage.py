@@ -159,8 +159,12 @@ insecure = true
                 broken = f"ranks ended with {statuses}: {self._log()}"
                 break
         events = self._events[first:]
-        said = {event["iteration"]: f"the node: {event['status']}: {event['why']}" for event in events
-                if event["event"] == "iteration" and event["status"] in ("diverged", "lost")}
+        said, why = dict[int, str](), ""
+        for event in events:
+            if event["event"] == "lost":
+                why = event["why"]
+            elif event["event"] == "iteration" and event["status"] in ("diverged", "lost"):
+                said[event["iteration"]] = f"the node: {event['status']}: {why}"
         at = scenario.at
         offers = self._offers(run_id)
         verdict = judge(at, self._boundaries(run_id), versions, said, offers)
@@ -209,7 +213,7 @@ insecure = true
         for one in self._boundaries(run_id):
             if one.start == start:
                 said.setdefault(one.published[0], set()).add(one.published[1])
-        for path in (self._out / "steps").glob(f"**/{run_id}*/**/step-*/manifest.json"):
+        for path in (self._out / "steps").glob(f"{run_id}/**/step-*/manifest.json"):
             manifest = json.loads(path.read_text())
             said.setdefault(manifest["step"] - 1, set()).add(manifest["status"])
         return [Version(start, line["iteration"], line["tensors"], line["optimizer"],

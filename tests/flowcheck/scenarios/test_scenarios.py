@@ -29,6 +29,13 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 NAMES = [pytest.param(name, marks=[] if one.quick else [pytest.mark.slow]) for name, one in SCENARIOS.items()]
 
 
+def test_a_job_hears_nothing_that_was_meant_for_the_one_before(stage: Stage) -> None:
+    """A request for a state that a job left open is not the next job's."""
+    stage.play(SCENARIOS["amsgrad_flipped"])
+    played = stage.play(SCENARIOS["adamw"])
+    assert played.good, played
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_never_silently_wrong(stage: Stage, name: str) -> None:
     played = stage.play(SCENARIOS[name])
