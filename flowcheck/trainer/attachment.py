@@ -232,8 +232,10 @@ class Attachment(Told):
         checked = bool(self._checksum_every) and after % self._checksum_every == 0
         kept = cache(partial(self._keeper.give, user, after, *self._world, self._say))
         it = Over(self.number, clip, scale, bool(skipped), checked, kept, self._world[0], stood, renewed)
-        for one in self._parts:
+        for number, one in enumerate(self._parts):
             one.over(it)
+            if self._changes is not None:
+                self._changes.expect(number, one.job is not None)
         self._keep_places()
         serve(self._parts, self._max_stall, self.number)
 

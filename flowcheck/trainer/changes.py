@@ -25,7 +25,7 @@ the training thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import chain
 from operator import attrgetter, is_
@@ -68,6 +68,7 @@ class _Gradients:
     held: list[Any] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     whole: bool = False
+    expected: bool = False  # each iteration has such a pass, and it is heard
 
 
 class _Window:
@@ -134,6 +135,8 @@ class Changes:
     def _find(self, what: str, rule: Rule = Rule.RENEWED, *, gradients: bool = False, described: bool = False) -> None:
         if self._found is None:
             self._found = Change(what, rule, gradients, described)
+        elif described:
+            self._found = replace(self._found, described=True)
 
     # -- gradients --
 
@@ -169,9 +172,16 @@ class Changes:
 
     # -- the step --
 
+    def expect(self, part: int, expected: bool) -> None:
+        """From the next iteration on each has a backward pass that is heard of."""
+        self._gradients[part].expected = expected and bool(self._gradients[part].parameters)
+
     def ready(self) -> None:
         """Right before the update, with the gradients that it takes."""
         self.compare()
+        if any(one.expected and not one.held for one in self._gradients):
+            self._find("the optimizer stepped with gradients that no backward pass of this iteration has reduced: is"
+                       " attachment.step() called before optimizer.step()?", Rule.REFUSED)
         self._look_through_window()
         self._before = self._written() if self._options() not in self._moves else None
 

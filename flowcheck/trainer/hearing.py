@@ -1,11 +1,12 @@
 """What torch's own functions do to gradients between reduction and step, heard where a script calls them.
 
     stop = clipping_heard(before, after)             before(); torch clips; after(parameters, most, norm)
+    stop = unscaling_heard(before, after)            before(scaler, optimizer); it unscales; after(scaler, optimizer)
     stop = method_heard(scaler, "unscale_", ...)     the same for a method of one object
 
-`torch.nn.utils.clip_grad_norm_` finds what multiplies gradients in its module whenever it is called, so it is heard
-there, however a script has imported it. The function is of the whole process: it is put back when the last one who
-listens stops. What listens never raises into the script.
+`torch.nn.utils.clip_grad_norm_` finds what multiplies gradients in its module whenever it is called, and a GradScaler
+finds `unscale_` in its class. So they are heard there, however a script has imported them. These functions are of the
+whole process: they are put back when the last one who listens stops. What listens never raises into the script.
 
 torch and the standard library; the training thread.
 """
@@ -18,51 +19,78 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-__all__ = ["clipping_heard", "method_heard"]
+__all__ = ["clipping_heard", "method_heard", "unscaling_heard"]
 
 _log = logging.getLogger("flowcheck")
-_NAME = "_clip_grads_with_norm_"
-_PLACES = ((torch.nn.utils.clip_grad, _NAME), (torch.nn.utils, "clip_grads_with_norm_"))
-_Clipped = Callable[[list[torch.Tensor], float, torch.Tensor], None]
-_listeners: list[tuple[Callable[[], None], _Clipped]] = []
-_originals: list[Any] = []  # of _PLACES, while anybody listens
+_CLIPPING = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"))
+_UNSCALING = ((torch.amp.GradScaler, "unscale_"), (ShardedGradScaler, "unscale_"))
+_Listener = tuple[Callable[..., None], Callable[..., None]]
+_listeners: dict[Any, list[_Listener]] = {_CLIPPING: [], _UNSCALING: []}
+_originals: dict[Any, list[Any]] = {}  # of such places, while anybody listens
 
 
-def clipping_heard(before: Callable[[], None], after: _Clipped) -> Callable[[], None] | None:
-    """Returns how to stop, which may be called twice; None: this torch has no such function."""
-    if not all(hasattr(module, name) for module, name in _PLACES):
+def clipping_heard(before: Callable[[], None], after: Callable[..., None]) -> Callable[[], None] | None:
+    """after(parameters, largest norm, norm). Returns how to stop, which may be called twice; None: this torch has no
+    such function."""
+
+    def heard(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any, **named: Any) -> Any:
+            given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            _tell(_CLIPPING, 0)
+            result = original(given, max_norm, total_norm, *more, **named)
+            _tell(_CLIPPING, 1, given, float(max_norm), total_norm)
+            return result
+
+        return clip
+
+    return _listen(_CLIPPING, heard, (before, after))
+
+
+def unscaling_heard(before: Callable[[Any, Any], None], after: Callable[[Any, Any], None]) -> Callable[[], None]:
+    """Of every GradScaler of torch. Returns how to stop, which may be called twice."""
+
+    def heard(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def unscale(scaler: Any, optimizer: Any) -> Any:
+            _tell(_UNSCALING, 0, scaler, optimizer)
+            result = original(scaler, optimizer)
+            _tell(_UNSCALING, 1, scaler, optimizer)
+            return result
+
+        return unscale
+
+    stop = _listen(_UNSCALING, heard, (before, after))
+    assert stop is not None  # torch has had both classes since long
+    return stop
+
+
+def _listen(places: Any, heard: Callable[[Any], Any], listener: _Listener) -> Callable[[], None] | None:
+    if not all(hasattr(owner, name) for owner, name in places):
         return None
-    listener = (before, after)
-    if not _listeners:
-        _originals[:] = [getattr(module, name) for module, name in _PLACES]
-        for module, name in _PLACES:
-            setattr(module, name, _heard(getattr(module, name)))
-    _listeners.append(listener)
+    listeners = _listeners[places]
+    if not listeners:
+        _originals[places] = [getattr(owner, name) for owner, name in places]
+        for (owner, name), original in zip(places, _originals[places], strict=True):
+            setattr(owner, name, heard(original))
+    listeners.append(listener)
 
     def stop() -> None:
-        if listener not in _listeners:
+        if listener not in listeners:
             return
-        _listeners.remove(listener)
-        if not _listeners:
-            for (module, name), original in zip(_PLACES, _originals, strict=True):
-                setattr(module, name, original)
+        listeners.remove(listener)
+        if not listeners:
+            for (owner, name), original in zip(places, _originals.pop(places), strict=True):
+                setattr(owner, name, original)
 
     return stop
 
 
-def _heard(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, *more: Any, **named: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        for before, _ in tuple(_listeners):
-            _safely(before)
-        result = original(given, max_norm, total_norm, *more, **named)
-        for _, after in tuple(_listeners):
-            _safely(after, given, float(max_norm), total_norm)
-        return result
-
-    return clip
+def _tell(places: Any, which: int, *arguments: Any) -> None:
+    for listener in tuple(_listeners[places]):
+        _safely(listener[which], *arguments)
 
 
 def method_heard(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
 from flowcheck.trainer.changes import Changes
-from flowcheck.trainer.hearing import clipping_heard, method_heard
+from flowcheck.trainer.hearing import clipping_heard, method_heard, unscaling_heard
 
 __all__ = ["AttachmentState", "Told"]
 
@@ -98,8 +99,13 @@ class Told:
         if (stop := clipping_heard(self._compare, self._clipped)) is not None:
             self._stops.append(stop)
             self._hears_clipping = True
-        if callable(getattr(self._scaler, "unscale_", None)):
-            self._stops.append(method_heard(self._scaler, "unscale_", self._unscaling, self._unscale))
+        self._stops.append(unscaling_heard(self._unscaling, self._unscale))
+        scaler = self._scaler
+        if isinstance(scaler, torch.amp.GradScaler):
+            self._hears_scaler = True
+        elif callable(getattr(scaler, "unscale_", None)):
+            self._stops.append(method_heard(scaler, "unscale_", partial(self._unscaling, scaler),
+                                            partial(self._unscale, scaler)))
             self._hears_scaler = True
 
     def _deafen(self) -> None:
@@ -128,15 +134,15 @@ class Told:
         if self._changes is not None:
             self._changes.altered()
 
-    def _unscaling(self, optimizer: Any, *_: Any) -> None:
+    def _unscaling(self, scaler: Any, optimizer: Any) -> None:
         if optimizer is self._optimizer:
             self._compare()
 
-    def _unscale(self, optimizer: Any, *_: Any) -> None:
-        """The scaler has divided gradients by its scale."""
-        if optimizer is not self._optimizer or not self._scaler.is_enabled():
+    def _unscale(self, scaler: Any, optimizer: Any) -> None:
+        """A scaler has divided gradients by its scale, whether `attach` was given it or not."""
+        if optimizer is not self._optimizer or not scaler.is_enabled():
             return
-        now = getattr(self._scaler, "_scale", None)
+        now = getattr(scaler, "_scale", None)
         self._unscaled = now.clone() if isinstance(now, torch.Tensor) else self._scale_now()
         self._scaled_clip = bool(self._clips)
         if self._changes is not None:

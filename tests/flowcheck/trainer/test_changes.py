@@ -53,17 +53,24 @@ def stored(one: Training) -> None:
     one.optimizer.load_state_dict(state)
 
 
+def turned(one: Training, option: str) -> None:
+    group = one.optimizer.param_groups[0]
+    group[option] = not group[option]
+
+
 def as_fused(one: Training) -> None:
     state = copy.deepcopy(one.optimizer.state_dict())
-    state["param_groups"][0] |= {"fused": True, "foreach": False}
+    state["param_groups"][0] |= {"fused": not state["param_groups"][0]["fused"], "foreach": False}
     one.optimizer.load_state_dict(state)
 
 
 def in_two_groups(one: Training) -> None:
-    (group,) = one.optimizer.param_groups
-    *rest, last = group["params"]
-    group["params"] = rest
-    one.optimizer.add_param_group({"params": [last]})
+    """Or in one, where they are in two."""
+    groups = one.optimizer.param_groups
+    if len(groups) > 1:
+        groups[0]["params"] += groups.pop()["params"]
+    else:
+        one.optimizer.add_param_group({"params": [groups[0]["params"].pop()]})
 
 
 def other_order(one: Training) -> None:
@@ -119,8 +126,8 @@ OUTSIDE = {  # before the iteration that has to be noticed; the job goes on
     "another order": other_order,
     "another group": in_two_groups,
     "fused": as_fused,
-    "foreach": lambda one: one.optimizer.param_groups[0].update(foreach=True),
-    "maximize": lambda one: one.optimizer.param_groups[0].update(maximize=True),
+    "foreach": lambda one: turned(one, "foreach"),
+    "maximize": lambda one: turned(one, "maximize"),
     "stepped by another optimizer": lambda one: (one.backward(0), torch.optim.SGD(weights(one), lr=0.1).step(),
                                                  one.optimizer.zero_grad()),
 }
@@ -133,8 +140,7 @@ GRADIENTS = {  # between reduction and step: no replica has them
     "given up": lambda one: setattr(weights(one)[0], "grad", None),
     "clipped in part": lambda one: torch.nn.utils.clip_grad_norm_(weights(one)[:1], 0.01),
     "clipped twice": lambda one: [torch.nn.utils.clip_grad_norm_(weights(one), 0.01) for _ in "ab"],
-    "a scaler nobody knows": lambda one: torch.amp.GradScaler("cpu", init_scale=4.0).scale(torch.ones(())) is None
-    or each_gradient(one, lambda g: g.mul_(0.25)),
+    "unscaled by hand": lambda one: each_gradient(one, lambda g: g.mul_(0.25)),
     "accumulated": lambda one: without_sync(one),
 }
 
@@ -330,6 +336,38 @@ def test_one_scaler_for_two_optimizers(training, hand_node, fused: bool) -> None
     found = [peer.expect("record") for _ in range(5)]
     assert [(one["scale"], one["skipped"]) for one in found] == [
         (1024.0, False), (1024.0, False), (512.0, True), (256.0, True), (128.0, False)]
+
+
+def test_a_scaler_that_attach_was_not_given_is_heard(training, hand_node) -> None:
+    """On a CPU torch does not even count that it has written to the gradients."""
+    one = training(make=adam())
+    peer = joined(one, hand_node)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for overflow in (1.0, torch.inf, 1.0):
+        scaler.scale(one.model(torch.ones(3, 2)).square().sum() * overflow).backward()
+        one.said.append({"op": "AllReduce", "count": one.elements, "dtype": "float32"})
+        scaler.step(one.optimizer)
+        scaler.update()
+        one.optimizer.zero_grad()
+        one.attachment.step()
+    found = [peer.expect("record") for _ in range(3)]
+    assert [(record["scale"], record["skipped"]) for record in found] == [(256.0, False), (256.0, True), (128.0, False)]
+
+
+def test_a_boundary_before_the_step(training, hand_node) -> None:
+    """Each record would be that of the step before."""
+    one = training()
+    peer = joined(one, hand_node)
+    one.iterate()
+    peer.expect("record")
+    one.backward()
+    one.attachment.step()
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    assert one.attachment.state == "attached"
+    one.backward()
+    one.attachment.step()
+    assert one.attachment.state == "refused" and "attachment.step()" in one.attachment.why
 
 
 def test_gradients_clipped_before_they_are_unscaled(training, hand_node) -> None:
