@@ -1,14 +1,16 @@
 """Step records: what trainers say of each iteration and the wire does not carry.
 
 Every rank sends one. The first that has all that is declared counts, and later ones must say the same; where they do
-not, nothing is built on either. Memory: a record for each iteration that may still close. One thread.
+not, nothing is built on either. One that comes when its iteration has closed is held against what was built with, and
+refused if it says otherwise: its rank has another state than the version. Memory: a record for each iteration that may
+still close, and what the last CLOSED ones said without their tensors. One thread.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from updater.step import StepValues
 
 __all__ = ["RecordWait", "StepRecord", "StepRecords"]
 
+CLOSED = 256  # iterations that have closed, whose records are held against those of slower ranks
 WAIT_SAID = 0.5  # seconds that a record may be later than its traffic before that is said
 
 
@@ -53,6 +56,8 @@ class StepRecords:
         self._needs_buffers = any(entry.kind == "buffer" for entry in job.model)
         self._kept: dict[int, StepRecord] = {}
         self._disputed: set[int] = set()  # iterations of which ranks said different things
+        self._closed: dict[int, StepRecord] = {}  # records that were built with
+        self._uncounted: dict[int, StepRecord] = {}  # of ranks without what has to be kept, before one with it
         self.newest = -1
 
     def __contains__(self, iteration: int) -> bool:
@@ -82,23 +87,37 @@ class StepRecords:
     def keep(self, iteration: int, record: StepRecord, rank: int, oldest: int) -> None:
         """oldest: iterations before it have closed. Raises UserError where a record cannot be believed."""
         self.newest = max(self.newest, iteration)
-        if iteration < oldest or not self.counts(rank):
+        if iteration < oldest:
+            if (built_with := self._closed.get(iteration)) is not None and built_with != record:
+                raise self._differs(iteration, rank)
+            return
+        if not self.counts(rank):
+            before = self._kept.get(iteration) or self._uncounted.setdefault(iteration, record)
+            if before != record:
+                self._disputed.add(iteration)
+                raise self._differs(iteration, rank)
             return
         for name, text in record.checksums.items():
             if name not in self._names or not re.fullmatch("[0-9a-f]{16}", text):
                 raise UserError(f"a checksum {text[:20]!r} of {name[:80]!r}", where=f"rank {rank}")
-        if self._kept.setdefault(iteration, record) != record:
+        if self._kept.setdefault(iteration, record) != record or self._uncounted.get(iteration, record) != record:
             self._disputed.add(iteration)
-            raise UserError(
-                f"rank {rank} and another one sent different step records of iteration {self._clock.number(iteration)}",
-                where=f"rank {rank}",
-            )
+            raise self._differs(iteration, rank)
+
+    def _differs(self, iteration: int, rank: int) -> UserError:
+        return UserError(
+            f"rank {rank} and another one sent different step records of iteration {self._clock.number(iteration)}",
+            where=f"rank {rank}", remedy="learning rates, clipping and skipped steps that are the same on all ranks",
+        )
 
     def forget(self, iteration: int) -> None:
         """It has closed: its record and older ones are of no more use."""
         for old in [t for t in self._kept if t <= iteration]:
-            del self._kept[old]
-        self._disputed &= self._kept.keys()
+            self._closed[old] = replace(self._kept.pop(old), buffers={})
+        self._uncounted = {t: one for t, one in self._uncounted.items() if t > iteration}
+        while len(self._closed) > CLOSED:
+            del self._closed[next(iter(self._closed))]
+        self._disputed &= self._kept.keys() | self._uncounted.keys()
 
 
 class RecordWait:

@@ -154,7 +154,8 @@ class Attachment(Told):
         gradients = ([one for one in each.part.gradients() if id(one) in self._described.names] for each in self._parts)
         constants = [value for one in self._parts for value in one.constants()]
         self._deafen()
-        self._listen(Changes(self._optimizer, gradients, constants, self._described.names))
+        modules = (module for one in self._parts for module in one.part.module.modules())
+        self._listen(Changes(self._optimizer, gradients, constants, self._described.names), modules)
 
     # -- what it is --
 
@@ -246,18 +247,16 @@ class Attachment(Told):
         change = self._changes.over(stepped)
         if change is None or (told and change.gradients):
             return ""
-        if change.described:
+        where, known = f"iteration {self.number}", any(one.job is not None for one in self._parts)
+        if change.rule is Rule.REFUSED and known:
+            raise UserError(change.what, where=where, remedy="nothing between backward() and optimizer.step() but"
+                            " clip_grad_norm_ and a GradScaler; or its factor, in step()")
+        if change.rule is Rule.RENEWED:
             for one in self._parts:
                 one.describe()
             self._describe()
-        else:
-            self._changes.begin()
-        if not any(one.job is not None for one in self._parts):
+        if not known:
             return ""  # whatever it was, no version was built on it
-        where = f"iteration {self.number}"
-        if change.rule is Rule.REFUSED:
-            raise UserError(change.what, where=where, remedy="nothing between backward() and optimizer.step() but"
-                            " clip_grad_norm_ and a GradScaler that attach was given; or its factor, in step()")
         self._renewals = [one for one in self._renewals if one > self.number - RENEWED_WITHIN] + [self.number]
         if len(self._renewals) > RENEWALS:
             raise UserError(f"{change.what}, for the {len(self._renewals)}th time in {RENEWED_WITHIN} iterations",

@@ -25,7 +25,7 @@ the training thread.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
 from operator import attrgetter, is_
@@ -51,13 +51,11 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True)
 class Change:
-    """gradients: it is of gradients, and the script may say by which factor (`step(clip=..., scale=...)`).
-    described: the job is described otherwise from now on."""
+    """gradients: it is of gradients, and the script may say by which factor (`step(clip=..., scale=...)`)."""
 
     what: str
     rule: Rule
     gradients: bool = False
-    described: bool = False
 
 
 @dataclass
@@ -132,11 +130,9 @@ class Changes:
         for one in self._gradients:
             one.held, one.versions, one.whole = [], [], False
 
-    def _find(self, what: str, rule: Rule = Rule.RENEWED, *, gradients: bool = False, described: bool = False) -> None:
-        if self._found is None:
-            self._found = Change(what, rule, gradients, described)
-        elif described:
-            self._found = replace(self._found, described=True)
+    def _find(self, what: str, rule: Rule = Rule.RENEWED, *, gradients: bool = False) -> None:
+        if self._found is None or (rule is Rule.REFUSED and self._found.rule is Rule.RENEWED):
+            self._found = Change(what, rule, gradients)
 
     # -- gradients --
 
@@ -171,6 +167,10 @@ class Changes:
             one.versions = _versions(one.held)
 
     # -- the step --
+
+    def registered(self, what: str) -> None:
+        """The model has another parameter, buffer or module, or one under another name."""
+        self._find(f"{what} was registered in the model")
 
     def expect(self, part: int, expected: bool) -> None:
         """From the next iteration on each has a backward pass that is heard of."""
@@ -231,13 +231,13 @@ class Changes:
     def _look_at_groups(self) -> None:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if groups is not self._groups or state is not self._state:
-            self._find("the optimizer's groups or its state are other objects (load_state_dict)", described=True)
+            self._find("the optimizer's groups or its state are other objects (load_state_dict)")
         elif len(groups) != len(self._members) or not all(map(_same_members, groups, self._members)):
-            self._find("the optimizer's groups have other parameters than before", described=True)
+            self._find("the optimizer's groups have other parameters than before")
         elif (flags := list(map(_flags, groups))) != self._flags:
             name, now = next((name, now) for one, other in zip(flags, self._flags, strict=True)
                              for name, now, before in zip(FLAGS, one, other, strict=True) if now != before)
-            self._find(f"the optimizer's option {name} is {now!r} now", described=True)
+            self._find(f"the optimizer's option {name} is {now!r} now")
         elif len(state) < self._entries:
             self._find("entries of the optimizer's state were taken away")
 

@@ -101,6 +101,9 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
         dtype, shape = DTYPES[value.dtype][0], list(local(value).shape)
         if id(value) not in steps:
             kind_of = "constant" if isinstance(value, torch.nn.Parameter) else "buffer"
+            if kind_of == "constant" and optimizer.state.get(value):
+                raise _refuse("is frozen, and the optimizer has a state of it that no version would have",
+                              f"state_dict: {name}", "take it out of the optimizer, and its state with it")
             out.append(ModelEntry(name, shape, dtype, kind_of))
         elif id(value) in names:
             out.append(ModelEntry(name, shape, dtype, "optimized", names[id(value)]))
@@ -232,7 +235,8 @@ class Watch:
         self._startup: list[dict[str, Any]] = []  # what was called before those
         self._steadies = 0  # iterations that called them, one after the other
         self._odd: list[dict[str, Any]] = []  # what the last iteration called that was none
-        self.whole = False  # the odd iteration called all of a usual one first, and no bucket can be another call
+        self.whole = False  # the odd iteration called all of a usual one first, and no bucket can be another call; nor
+        # can one of these have reduced a gradient once more
         self._bucket_layout: Layout | None = None
         self.looks = 0
         self.why = "the job's iterations are being watched"
@@ -284,7 +288,10 @@ class Watch:
             f" iteration's: number {same} is {odd}; joined anew by the next iteration without such a call"
         )
         extra = mine[len(steady):]
-        self.whole = same == len(steady) and not any(_reduces_as(call, steady) for call in extra)
+        sizes = {math.prod(entry.shape) for entry in self._described.entries if entry.kind == "optimized"}
+        self.whole = same == len(steady) and not any(
+            _reduces_as(call, steady) or (call["op"] == "AllReduce" and call["count"] in sizes) for call in extra
+        )
         self._check_history()
         self._seen, self._odd = [*self._startup, *steady * self._steadies, *mine], mine
         return self.why

@@ -3,6 +3,7 @@
     stop = clipping_heard(before, after)             before(); torch clips; after(parameters, most, norm)
     stop = unscaling_heard(before, after)            before(scaler, optimizer); it unscales; after(scaler, optimizer)
     stop = method_heard(scaler, "unscale_", ...)     the same for a method of one object
+    stop = registrations_heard(call)                 call(module, name): a parameter, buffer or module that is new
 
 `torch.nn.utils.clip_grad_norm_` finds what multiplies gradients in its module whenever it is called, and a GradScaler
 finds `unscale_` in its class. So they are heard there, however a script has imported them. These functions are of the
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-__all__ = ["clipping_heard", "method_heard", "unscaling_heard"]
+__all__ = ["clipping_heard", "method_heard", "registrations_heard", "unscaling_heard"]
 
 _log = logging.getLogger("flowcheck")
 _CLIPPING = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"))
@@ -111,6 +112,29 @@ def method_heard(
     def stop() -> None:
         if owner.__dict__.get(name) is method:
             delattr(owner, name)
+
+    return stop
+
+
+def registrations_heard(call: Callable[[torch.nn.Module, str], None]) -> Callable[[], None]:
+    """Of every module of this process; what torch calls for this costs nothing where nothing is registered. A buffer
+    that gets another tensor is no new one. Returns how to stop."""
+
+    def came(module: torch.nn.Module, name: str, _: object) -> None:
+        _safely(call, module, name)
+
+    def buffer_came(module: torch.nn.Module, name: str, _: object) -> None:
+        if name not in module._buffers:
+            _safely(call, module, name)
+
+    hooks = torch.nn.modules.module
+    handles = [hooks.register_module_parameter_registration_hook(came),
+               hooks.register_module_module_registration_hook(came),
+               hooks.register_module_buffer_registration_hook(buffer_came)]
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
 
     return stop
 

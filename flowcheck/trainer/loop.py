@@ -14,6 +14,7 @@ again in a script. The training thread.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
 from flowcheck.trainer.changes import Changes
-from flowcheck.trainer.hearing import clipping_heard, method_heard, unscaling_heard
+from flowcheck.trainer.hearing import clipping_heard, method_heard, registrations_heard, unscaling_heard
 
 __all__ = ["AttachmentState", "Told"]
 
@@ -92,13 +93,16 @@ class Told:
 
     # -- what is heard --
 
-    def _listen(self, changes: Changes) -> None:
-        """From now on, until `_deafen`. Ranks of one job have to stop at the same iteration: where a norm is a sum that
-        they have parts of, hearing its factor adds them up."""
+    def _listen(self, changes: Changes, modules: Iterable[torch.nn.Module]) -> None:
+        """From now on, until `_deafen`. modules: of the model, with all that is in it. Ranks of one job have to stop at
+        the same iteration: where a norm is a sum that they have parts of, hearing its factor adds them up."""
         self._changes = changes
         if (stop := clipping_heard(self._compare, self._clipped)) is not None:
             self._stops.append(stop)
             self._hears_clipping = True
+        inside = weakref.WeakSet(modules)
+        self._stops.append(registrations_heard(
+            lambda module, name: changes.registered(f"{type(module).__name__}.{name}") if module in inside else None))
         self._stops.append(unscaling_heard(self._unscaling, self._unscale))
         scaler = self._scaler
         if isinstance(scaler, torch.amp.GradScaler):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.prune
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -450,3 +451,41 @@ def test_no_sequence_of_changes_goes_unnoticed(wrapped: Any, changes: list[str |
                 noticed = one.attachment.state in ("watching", "refused") and one.attachment.why
                 assert noticed or not known or change in FOLLOWED or change is None
             one.attachment.close(0.0)
+
+
+PARTS: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "pruned": lambda module: torch.nn.utils.prune.l1_unstructured(module, "weight", 0.5),
+    "normed": lambda module: torch.nn.utils.parametrizations.spectral_norm(module),
+    "a buffer": lambda module: module.register_buffer("average", torch.zeros(2)),
+    "a module": lambda module: module.add_module("adapter", torch.nn.Linear(2, 2)),
+    "another weight": lambda module: setattr(module, "weight", torch.nn.Parameter(torch.ones(2, 2))),
+}
+
+
+@pytest.mark.parametrize("what", PARTS)
+def test_what_is_registered_in_the_model(training, hand_node, what: str) -> None:
+    """Its entries, or their names, are others from then on."""
+    one = training()
+    joined(one, hand_node)
+    one.iterate()
+    PARTS[what](one.model.module)
+    with contextlib.suppress(RuntimeError):  # DDP itself may not get over it
+        one.train()
+    one.attachment.step()
+    assert one.attachment.state in ("watching", "refused") and one.attachment.why
+
+
+def test_a_frozen_parameter_with_a_state_in_the_optimizer(training) -> None:
+    """Its moments would be in no version."""
+    def stepped(parameters: Any) -> torch.optim.Optimizer:
+        held = list(parameters)
+        optimizer = torch.optim.AdamW(held)
+        for parameter in held:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        held[1].requires_grad_(False)
+        return optimizer
+
+    one = training(make=stepped)
+    assert one.attachment.state == "refused" and "frozen" in one.attachment.why
