@@ -136,6 +136,11 @@ class Group(Membership):
             self._thread.join()
         self._users.close()
 
+    def _tell(self, message: Any, start: int | None = None) -> None:
+        """What is wanted is wanted of the start that the session follows: one that has come meanwhile has heard what
+        it is asked for, and no answer of its would be of use here."""
+        super()._tell(message, self._followed if isinstance(message, Wanted) else None)
+
     def _say(self, event: str, **fields: Any) -> None:
         self._say_all(event, name=self.name, **fields)
 

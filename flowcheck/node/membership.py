@@ -94,8 +94,11 @@ class Membership:
                 self._named = self._start
             return found
 
-    def _tell(self, message: Any) -> None:
+    def _tell(self, message: Any, start: int | None = None) -> None:
+        """start: of which it is; it is not for the members of a later one."""
         with self._lock:
+            if start not in (None, self._start):
+                return
             if isinstance(message, Wanted):
                 self._wanted = message
             elif isinstance(message, Notice):
