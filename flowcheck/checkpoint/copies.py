@@ -55,8 +55,7 @@ def take_copy(node: Node, offer: Offer, out: Path) -> Path:
                 write_synced(aside / file, stream.pieces())
                 files[file] = stream.entry()
             users = users_at(node, offer)
-            meta = Meta(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
-                        version.rounding, version.shard, version.matches)
+            meta = Meta.of(version)
             said = write_users(aside, users) if users else {}
             manifest = step_manifest(version.step, meta, files, said, copied_from=f"{node.name}, {offer.tier}")
             write_synced(aside / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])

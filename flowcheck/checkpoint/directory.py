@@ -78,7 +78,8 @@ class Meta:
     status: "unverified" until enough trainer checksums matched, then "verified". unproven: marks of the
     verdict (see flowcheck.rebuild.verdict); empty if every packet was checked. optimizer: name and groups in the
     job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in. shard: name
-    of the group of ranks whose state it is. matches: trainer checksums that had matched when it was made.
+    of the group of ranks whose state it is. matches: trainer checksums that had matched when it was made. start: as of
+    flowcheck.control.version.Version.
     """
 
     run_id: str = ""
@@ -89,6 +90,13 @@ class Meta:
     rounding: str = ""
     shard: str = ""
     matches: int = 0
+    start: str = ""
+
+    @classmethod
+    def of(cls, version: Version) -> Meta:
+        """What a version says of itself, to be written again."""
+        return cls(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
+                   version.rounding, version.shard, version.matches, version.start)
 
 
 @dataclass(frozen=True)
@@ -260,6 +268,7 @@ def _about(step: int, meta: Meta) -> dict[str, Any]:
     return _head(SCHEMA, step, meta) | {
         "shard": meta.shard, "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
         "rounding": meta.rounding, "matches": meta.matches,
+        **({"start": meta.start} if meta.start else {}),
     }
 
 

@@ -143,8 +143,7 @@ def _check(
 
 def _safetensors(fetched: Fetched, out: Path) -> Path:
     one = fetched.version
-    meta = Meta(one.run_id, one.epoch, one.status, one.unproven, one.optimizer, one.rounding, one.shard, one.matches)
-    return write_step(out, one.step, fetched.model, fetched.state, meta, lambda: {
+    return write_step(out, one.step, fetched.model, fetched.state, Meta.of(one), lambda: {
         rank: pack(user.state, step=user.step, rank=rank, ranks=user.ranks) for rank, user in fetched.users.items()
     }, lambda path: check_directory(path, Identity.of(one)), several=True)
 

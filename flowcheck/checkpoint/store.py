@@ -32,6 +32,7 @@ import torch
 from flowcheck.checkpoint.directory import MANIFEST, Meta, step_manifest
 from flowcheck.checkpoint.files import FileStream
 from flowcheck.checkpoint.objects import Missing, Objects, StoreError
+from flowcheck.control.start import line_of
 from flowcheck.control.version import Version, seal, self_hash
 from flowcheck.errors import UserError
 
@@ -56,8 +57,8 @@ class Entry:
     text: bytes
 
     @property
-    def order(self) -> tuple[int, int, float]:
-        return self.version.epoch, self.version.step, self.stored
+    def order(self) -> tuple[int, str, int, float]:
+        return self.version.epoch, line_of(self.version.start), self.version.step, self.stored
 
     @property
     def stored(self) -> float:

@@ -38,6 +38,7 @@ from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.pace import Pace
 from flowcheck.control.protocol import MAGIC
 from flowcheck.control.receiving import RATE, SECONDS, AskError, Hashing, Received, Stream
+from flowcheck.control.start import Key, line_of
 from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places
 from flowcheck.control.user_state import USER_BYTES, UserState
 from flowcheck.control.version import STATUSES, Digest, Version
@@ -75,7 +76,7 @@ class Offer:
     whose own states it has: first and last rank of each row of them. age_steps: that the trainers are known to have
     made since. age_seconds: since it was published. None: the node does not know. matches: checksums of the trainer
     that had matched when it was published, as far as the node says it. start: of which start of the job's trainers it
-    is, as a digest, where the node that made it still has it in memory."""
+    is (flowcheck/control/start.py), "": the node does not say it."""
 
     id: str
     tier: str
@@ -90,6 +91,12 @@ class Offer:
     age_seconds: float | None = None
     matches: int = 0
     start: str = ""
+
+    @property
+    def key(self) -> Key:
+        """What orders the versions of a run."""
+        line = line_of(self.start)
+        return (self.epoch, self.step, line) if line else (self.epoch, self.step)
 
     @property
     def with_user(self) -> list[int]:
@@ -219,7 +226,8 @@ class Node:
             version = Version.of(self._hashed(path, offer, where), where)
         except UserError as error:
             raise AskError(f"its manifest {error.what}", where=where) from None
-        for name in ("run_id", "epoch", "step", "shard"):
+        said = ("run_id", "epoch", "step", "shard", *(["start"] if version.start else []))
+        for name in said:
             if getattr(version, name) != getattr(offer, name):
                 raise AskError(f"offered {name} {getattr(offer, name)!r} and sent {getattr(version, name)!r}",
                                where=where)

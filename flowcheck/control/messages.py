@@ -15,9 +15,9 @@ from flowcheck.job.form import INTEGER_LIMIT, shown
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Flows", "Hello", "Holes", "Joined", "Journal", "Manifest",
-    "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span", "State", "Steps", "User",
-    "Wanted", "Welcome",
+    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
+    "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span", "State",
+    "Steps", "User", "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
@@ -51,7 +51,8 @@ class Challenge:
 @dataclass
 class Hello:
     """Who comes, answering: one rank of one run. group: which of a node's groups, "" if it has one. instance: of this
-    attachment, so that a job that was started again is known even if it says the same run and epoch. role: "trainer",
+    attachment, so that a job that was started again is known even if it says the same run and epoch; of trainers that
+    say when they began, the text of a start.Start, the same on all ranks. role: "trainer",
     or "peer": another node that follows the same group; it is rank 0 of 1."""
 
     run_id: str
@@ -324,6 +325,18 @@ class Progress:
 
 
 @dataclass
+class Epoch:
+    """Node, to trainers that say when they began: versions of this start are of another epoch than it has said, and
+    why."""
+
+    epoch: int
+    why: str
+
+    def __post_init__(self) -> None:
+        _count(self.epoch, "epoch: epoch")
+
+
+@dataclass
 class Notice:
     """Node: why there are no versions at the moment, although nothing is wanted of a trainer; "": that is over."""
 
@@ -334,7 +347,7 @@ MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
         Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Journal,
-        Entry, Steps, User, Bye, Wanted, Joined, Progress, Notice,
+        Entry, Steps, User, Bye, Wanted, Joined, Progress, Epoch, Notice,
     )
 }
 

@@ -3,7 +3,7 @@
     frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
     opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
     then       trainer: Flows, Manifest, State, Patch, User, Record, Bye
-               node: Wanted, Ranges, Joined, Progress, Notice, Refused
+               node: Wanted, Ranges, Joined, Progress, Epoch, Notice, Refused
     or         peer: Holes, Journal, Steps    node: Bytes, Entry, Steps, Refused
 
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
@@ -47,6 +47,7 @@ from flowcheck.control.messages import (
     Bytes,
     Challenge,
     Entry,
+    Epoch,
     Flows,
     Hello,
     Holes,
@@ -74,8 +75,8 @@ from flowcheck.job.form import Place, build, parse
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Flows", "Hello", "Holes", "Joined", "Journal", "Known",
-    "Limits", "Link", "Manifest", "MisfitError", "Notice", "Patch", "Progress", "Range", "Ranges", "Record",
+    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
+    "Known", "Limits", "Link", "Manifest", "MisfitError", "Notice", "Patch", "Progress", "Range", "Ranges", "Record",
     "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet",
     "token_bytes",
 ]

@@ -35,6 +35,7 @@ from flowcheck.control.ask import (
     split,
 )
 from flowcheck.control.into import Into
+from flowcheck.control.start import Key, naming, order
 from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -47,7 +48,6 @@ BUSY_SECONDS = 30.0  # a version that is not read any more is held for 20
 QUEUE_SECONDS = 1800.0  # that a node may have no connection left for a file: as many ranks read from it as it serves
 AGAIN_SECONDS = 1.0
 _Given = TypeVar("_Given")
-Key = tuple[int, int]  # epoch and step: what orders the versions of a run
 
 
 class NoSource(EnvironmentProblem):
@@ -76,9 +76,8 @@ class Found:
         """What there is, and its status: verified where any holder knows that."""
         out: dict[Key, str] = {}
         for _, offer in self.places:
-            key = offer.epoch, offer.step
-            if out.get(key) != "verified":
-                out[key] = offer.status
+            if out.get(offer.key) != "verified":
+                out[offer.key] = offer.status
         return out
 
     def chosen(self, run_id: str | None, shard: str | None) -> tuple[str | None, str | None]:
@@ -87,7 +86,17 @@ class Found:
 
     def with_user(self, rank: int) -> set[Key]:
         """Versions of which somebody has that rank's own state."""
-        return {(offer.epoch, offer.step) for _, offer in self.places if offer.has_user(rank)}
+        return {offer.key for _, offer in self.places if offer.has_user(rank)}
+
+    def of(self, key: Key) -> list[tuple[Node, Offer]]:
+        """Who has a version, as `choose` names it, the nearest first."""
+        here = [place for place in self.places if place[1].step == key[1]]
+        if exact := [place for place in here if place[1].key[2:] == key[2:] and (
+                len(key) == 3 or place[1].epoch == key[0])]:
+            return exact
+        unsaid = [place for place in here if len(place[1].key) == 2 and place[1].epoch <= key[0]]
+        newest = max((place[1].epoch for place in unsaid), default=0)  # as a node says it that knows no line
+        return [place for place in unsaid if len(key) == 3 and place[1].epoch == newest]
 
 
 @dataclass(frozen=True)
@@ -209,21 +218,38 @@ def choose(
     each rank the versions that have its own state; if there are some that have everybody's and are at most prefer_user
     steps older, it is one of them. stood: versions of the look before, of which the one chosen could not be had. While
     a job goes on the newest may be built over before it is asked for, each time; what still stands is taken then.
+    Steps are compared within a line alone (start.py): that of the newest start is taken as long as there is anything of
+    it that everybody holds. The epoch of what is returned may be newer than nodes say.
     """
+    name = naming(held)
+    bad, stood, *users = [set(map(name, keys)) for keys in (bad, stood, *users)]
+    held = _as_named(held, name)
     common = set.intersection(*(set(one) for one in held)) - set(bad)
     common = {key for key in common if step is None or key[1] == step}
     if not common:
         return None
     common = common & set(stood) or common
-    epoch, newest = max(common)
-    whole = {key for key in common if users and all(key in one for one in users)}
-    if whole := {key for key in whole if key[0] == epoch and key[1] >= newest - prefer_user}:
-        common, (epoch, newest) = whole, max(whole)
-    verified = [
-        key for key in common
-        if key[0] == epoch and key[1] >= newest - prefer_verified and all(one[key] == "verified" for one in held)
-    ]
-    return max(verified, default=(epoch, newest))
+    newest = max(common, key=order)
+
+    def near(steps: int) -> set[Key]:
+        return {key for key in common if order(key)[:2] == order(newest)[:2] and key[1] >= newest[1] - steps}
+
+    if whole := {key for key in near(prefer_user) if users and all(key in one for one in users)}:
+        common, newest = whole, max(whole, key=order)
+    verified = [key for key in near(prefer_verified) if all(one[key] == "verified" for one in held)]
+    return max(verified, default=newest, key=order)
+
+
+def _as_named(held: Sequence[Mapping[Key, str]], name: Callable[[Key], Key]) -> list[dict[Key, str]]:
+    """A version that is verified under one of its names is verified."""
+    out: list[dict[Key, str]] = []
+    for one in held:
+        found: dict[Key, str] = {}
+        for key, status in one.items():
+            if found.get(name(key)) != "verified":
+                found[name(key)] = status
+        out.append(found)
+    return out
 
 
 def fetch(
@@ -238,9 +264,8 @@ def fetch(
     """
     began, passed = time.monotonic(), list(found.absent)
     received = 0
-    places = [place for place in found.places if (place[1].epoch, place[1].step) == key]
     tried = Counter[tuple[str, str]]()
-    for node, offer in sorted(places, key=lambda place: -len(ranks(place[1]))):
+    for node, offer in sorted(found.of(key), key=lambda place: -len(ranks(place[1]))):
         tried[node.name, offer.tier] += 1
         if tried[node.name, offer.tier] > MOST_SAME:
             if tried[node.name, offer.tier] == MOST_SAME + 1:

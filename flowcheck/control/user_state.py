@@ -5,6 +5,7 @@
 
 Kept are None, bool, int, float, str, bytes, tensors, and list, tuple, dict (also OrderedDict and Counter, which torch's
 schedulers use) of them, with keys that are str or int. Each of exactly that type: a subclass could not be given back.
+A scalar of numpy's is kept as the Python number that it is, in either place.
 The file's metadata has the structure as JSON, and SHA-256 over the whole file with zeros in the hash's own place. So
 one name, one file, and any loader of safetensors shows what is in it. A tensor is copied to memory when it is packed.
 Torch and the standard library. Any thread.
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from flowcheck.control.numbers import plain
 from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, TensorSpec, header, is_shape, pieces, unpack
 from flowcheck.errors import UserError
 
@@ -109,6 +111,7 @@ def seal_of(data: bytes | bytearray, where: str) -> str:
 
 
 def _tree(value: Any, tensors: dict[str, torch.Tensor], path: str, deep: int) -> Any:
+    value = plain(value)
     kind = type(value)
     if kind is int and value.bit_length() > MOST_BITS:
         raise Refused(f"a number of {value.bit_length()} bits cannot be kept", where=_shown(path), remedy="bytes")
@@ -128,7 +131,7 @@ def _tree(value: Any, tensors: dict[str, torch.Tensor], path: str, deep: int) ->
         return items if kind is list else {"tuple": items}
     if kind in _DICTS:
         pairs = []
-        for key, item in value.items():
+        for key, item in ((plain(key), item) for key, item in value.items()):
             if type(key) not in (str, int):
                 raise Refused(f"a key that is a {type(key).__name__} cannot be kept", where=_shown(path),
                               remedy="keys that are str or int")

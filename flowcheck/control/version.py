@@ -34,7 +34,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 NO_OPTIONS = {"params", "param_names"}  # which torch has in a group beside its options
 _FIELDS: dict[str, type] = {
     "run_id": str, "epoch": int, "step": int, "shard": str, "status": str, "unproven": list, "optimizer": dict,
-    "rounding": str, "matches": int, "files": dict,
+    "rounding": str, "matches": int, "start": str, "files": dict,
 }
 HEAD = ("run_id", "epoch", "step", "status", "unproven")  # of a manifest of parameters alone, too
 _STATE = re.compile(r"state\..+\.[^.]+", re.DOTALL)  # parameter and key, which can be told apart in one way
@@ -63,6 +63,7 @@ class Version:
     files: MODEL and OPTIMIZER, each tensor name -> Digest, in the model's order; of the optimizer
         `state.<parameter>.<key>`.
     matches: checksums of the trainer that had matched when it was made.
+    start: of which start of the job's trainers it is (flowcheck/control/start.py); "": not said.
     """
 
     run_id: str
@@ -75,6 +76,7 @@ class Version:
     rounding: str
     files: Mapping[str, Mapping[str, Digest]]
     matches: int = 0
+    start: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -96,7 +98,8 @@ class Version:
         return seal({
             "schema": SCHEMA, "run_id": self.run_id, "epoch": self.epoch, "step": self.step, "shard": self.shard,
             "status": self.status, "unproven": list(self.unproven), "optimizer": dict(self.optimizer),
-            "rounding": self.rounding, "matches": self.matches, "files": files,
+            "rounding": self.rounding, "matches": self.matches, **({"start": self.start} if self.start else {}),
+            "files": files,
         })
 
     @classmethod
@@ -108,7 +111,7 @@ class Version:
         if not is_sealed(document):
             raise _refuse("was changed after it was written (its own hash does not match)", where)
         # Those that are older do not say it.
-        document = {"shard": "", "matches": int(document.get("status") == "verified"), **document}
+        document = {"shard": "", "matches": int(document.get("status") == "verified"), "start": "", **document}
         check_fields(document, _FIELDS, where)
         if set(document["files"]) != {MODEL, OPTIMIZER}:
             raise _refuse(f"files are not {MODEL} and {OPTIMIZER}", where)
@@ -120,6 +123,7 @@ class Version:
         return cls(
             document["run_id"], document["epoch"], document["step"], document["shard"], document["status"],
             tuple(document["unproven"]), document["optimizer"], document["rounding"], files, document["matches"],
+            document["start"],
         )
 
 

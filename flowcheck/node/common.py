@@ -23,7 +23,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.control.messages import MOST_SHARES
 from flowcheck.control.protocol import Steps
+from flowcheck.node.starts import Coming, Seen, Starts
 
 __all__ = ["Common", "is_behind", "newest_common", "worth"]
 
@@ -67,7 +69,7 @@ def is_behind(own: Collection[int], other: Collection[int], slots: int) -> bool:
 
 @dataclass
 class _Node:
-    """Another node, as it was heard last: (run, group) -> steps."""
+    """Another node, as it was heard last: (run, group) -> steps. Its epochs are as it counts them (starts.py)."""
 
     name: str
     heard: float
@@ -103,6 +105,7 @@ class Common:
         self._nodes: dict[str, _Node] = {}
         self._version = 0  # of all that is known
         self._told = 0  # of what groups of this node have
+        self.starts = Starts()
 
     # -- a group's thread --
 
@@ -121,6 +124,17 @@ class Common:
             others = self._others(group, run)
             return worth(steps, [have for shard, have in others.items() if shard not in mine.released])
 
+    def number(self, coming: Coming, here: Iterable[Seen]) -> int:
+        """The epoch of a start that has come. here: versions of its run in files of this node."""
+        with self._changed:
+            theirs = [(of[1], max(steps), self.starts.line_at(id, of) or f"at {id}")
+                      for id, node in self._nodes.items() for (of, _), steps in node.have.items()
+                      if of[0] == coming.run_id and steps]
+            there = [Seen(epoch, step, line) for epoch, step, line in theirs if line != coming.line]
+            epoch = self.starts.decide(coming, [*here, *there])
+            self._bump(own=True)
+            return epoch
+
     def gone(self, group: str) -> None:
         """A group has no versions now."""
         with self._changed:
@@ -134,6 +148,7 @@ class Common:
         have = {((run_id, epoch), group): frozenset(steps) for run_id, epoch, group, steps in said.have}
         with self._changed:
             if said.node != self._id:  # one that was told its own address talks to itself
+                self.starts.hear(said.node, said.have)
                 before = self._nodes.pop(said.node, None)
                 self._nodes[said.node] = _Node(f"{said.name} ({where})", self._now(), have)
                 while len(self._nodes) > MOST_NODES:
@@ -145,7 +160,8 @@ class Common:
     def told(self) -> Steps:
         with self._changed:
             have = [[*one.run, name, list(one.steps)] for name, one in self._groups.items() if one.steps]
-        return Steps(self._id, self._name, have)
+        numbered = [[*one] for one in self.starts.said()]
+        return Steps(self._id, self._name, have + numbered[: max(0, MOST_SHARES - len(have))])
 
     def wait(self, seen: int, seconds: float) -> int:
         """Until a group of this node has other versions than when this was `seen`, at most so long."""
@@ -171,9 +187,10 @@ class Common:
         for name, one in self._groups.items():
             if one.run == run and one.steps:
                 found.setdefault(name, set()).update(one.steps)
-        for node in self._nodes.values():
+        for id, node in self._nodes.items():
+            there = self.starts.there(id, run)
             for (of, name), steps in node.have.items():
-                if of == run and steps:
+                if of == there and steps:
                     found.setdefault(name, set()).update(steps)
         found.pop(group, None)
         return found

@@ -39,6 +39,7 @@ from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
 from flowcheck.control.pace import Pace
 from flowcheck.control.sources import addresses
+from flowcheck.control.start import line_of, order
 from flowcheck.control.tls import client_context
 from flowcheck.durable import came_last, remove_tree
 from flowcheck.errors import FlowcheckError
@@ -74,6 +75,7 @@ class Rules:
 class _Copy:
     path: Path
     key: tuple[str, int, int]  # run, epoch, step
+    line: str  # of control/start.py
     nbytes: int
     came: int  # ns
 
@@ -186,10 +188,11 @@ class Copier:
         wanted = _followed(offers, wanted) or wanted
         if not wanted:
             return None
-        newest = max((one.epoch, one.step) for one in wanted)
-        offer = min((one for one in wanted if (one.epoch, one.step) == newest), key=lambda one: TIERS.index(one.tier))
+        newest = max((one.key for one in wanted), key=order)
+        offer = min((one for one in wanted if one.key == newest), key=lambda one: TIERS.index(one.tier))
         lane = self._lane(node, offer.shard)
-        return None if any(copy.key == (offer.run_id, *newest) for copy in _copies(lane)) else offer
+        key, line = (offer.run_id, offer.epoch, offer.step), line_of(offer.start)
+        return None if any((copy.key, copy.line) == (key, line) for copy in _copies(lane)) else offer
 
     def _lane(self, node: Node, shard: str) -> Path:
         return lane_of(self._directory, node.name, shard)
@@ -253,8 +256,8 @@ def _copies(lane: Path) -> list[_Copy]:
         try:
             manifest = json.loads((path / MANIFEST).read_bytes())
             nbytes = sum(int(entry["bytes"]) for entry in manifest["files"].values())
-            found.append(_Copy(path, (manifest["run_id"], manifest["epoch"], manifest["step"]), nbytes,
-                               (path / MANIFEST).stat().st_mtime_ns))
+            found.append(_Copy(path, (manifest["run_id"], manifest["epoch"], manifest["step"]),
+                               line_of(manifest.get("start", "")), nbytes, (path / MANIFEST).stat().st_mtime_ns))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # removed meanwhile, or somebody else's
     return sorted(found, key=lambda copy: copy.came)

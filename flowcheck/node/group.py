@@ -26,6 +26,7 @@ from parser.placers import Placers
 
 from flowcheck.control.protocol import (
     Bye,
+    Epoch,
     Flows,
     Joined,
     Manifest,
@@ -37,9 +38,11 @@ from flowcheck.control.protocol import (
     User,
     Wanted,
 )
+from flowcheck.control.start import Start
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Job
 from flowcheck.node.assigning import WHY, Assigning, withheld
 from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig
@@ -58,6 +61,7 @@ from flowcheck.node.runs import run_folder, start_of
 from flowcheck.node.shadow import Shadow
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.standing import Standing
+from flowcheck.node.starts import Coming, versions_here
 from flowcheck.node.uploads import Asking, Beginnings
 from flowcheck.node.user_states import UserStates
 from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
@@ -93,6 +97,7 @@ class Group(Membership):
         self._session: LiveSession | None = None
         self.plan: JobPlan | None = None  # what payloads are checked against
         self._job: dict[str, Any] | None = None  # what the session was planned from
+        self._coming: Coming | None = None  # the start that the session follows
         self._clock = Clock()  # the trainers'
         self._asking = Asking(self._tell, self._say, self._dropped)
         rings, spare = [source.ring_address for source in sources], os.sched_getaffinity(0) - config.pinned
@@ -184,9 +189,10 @@ class Group(Membership):
     def _ask_again(self) -> None:
         """What had to wait: for its time, or for the session to be through with what ended its versions."""
         self._asking.again()
-        if not self._due and not self._moved:
+        outnumbered = self._is_outnumbered()
+        if not self._due and not self._moved and not outnumbered:
             return
-        begin = self._join_anew if self._moved else self._begin
+        begin = self._join_anew if self._moved else self._number_anew if outnumbered else self._begin
         self._due = False
         try:
             begin()
@@ -221,6 +227,19 @@ class Group(Membership):
         self._moves.begun()
         self._say("moved", why=f"{self._moved}: was the mirror configured anew? The job is joined anew where it is now")
         self._drop_session(self.plan)  # answers to what was asked are on their way
+        self._plan()
+
+    def _is_outnumbered(self) -> bool:
+        """Does another node have this start under a newer epoch, while there is no version of it here?"""
+        session, coming = self._session, self._coming
+        if session is None or coming is None or (session.replica is not None and session.replica.steps):
+            return False
+        return self._common.starts.epoch(coming.run_id, coming.line) > session.plan.job.epoch
+
+    def _number_anew(self) -> None:
+        """Raises FlowcheckError."""
+        self._drop_session(self.plan)
+        self.files.abandon()
         self._plan()
 
     def _handle_one(self) -> bool:
@@ -319,6 +338,7 @@ class Group(Membership):
         start = start_of(body, run, manifest.first, instance)
         left = self._standing.left(start)
         job.run_id = job.run_id or (left.run_id if left is not None else own_id)
+        job.epoch = self._numbered(job, start, instance, manifest.first)
         queues = len(self._sources)
         plan = plan_job(
             job, streams=queues, threads=queues, arenas=self._config.replica.regions,
@@ -333,7 +353,7 @@ class Group(Membership):
         self._session = LiveSession(
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
-            peers=self.peering.of(body, plan, run, self._clock), job_start=start,
+            peers=self.peering.of(body, plan, run, self._clock, job.epoch), job_start=start,
             matches=self._shadow.begins(job.run_id), catching=self.peering.versions(start),
         )
         self._session.place_in_threads(self._placers)
@@ -349,6 +369,21 @@ class Group(Membership):
         except FlowcheckError:
             self._drop_session()
             raise
+
+    def _numbered(self, job: Job, start: str, instance: str, first: int) -> int:
+        """The epoch of this start here; trainers hear it, where it is another than they say."""
+        said = Start.of(instance)
+        line = said.line if said is not None else instance or f"{self.name} {self._start}"
+        begins = said.first if said is not None else first
+        coming = self._coming = Coming(job.run_id, job.epoch, begins, line, start)
+        epoch = self._common.number(coming, versions_here(self._config, job.run_id))
+        before = self._epoch.epoch if self._epoch is not None else job.epoch
+        if epoch != before:
+            why = (f"another start of run {job.run_id!r} has made versions, of step {begins} or later of"
+                   f" epoch {job.epoch}, or of a newer one: this start is epoch {epoch} here")
+            self._say("numbered", run_id=job.run_id, epoch=epoch, said=job.epoch, first=begins, why=why)
+            self._tell(Epoch(epoch, why))
+        return epoch
 
     @property
     def _by_ranges(self) -> bool:

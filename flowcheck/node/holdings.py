@@ -231,7 +231,7 @@ class _InMemory(Held):
             raise self._let_go()
         document = Version(
             offer.run_id, offer.epoch, offer.step, offer.shard, version.status, version.unproven, version.optimizer,
-            self._reader.rounding, files, version.matches,
+            self._reader.rounding, files, version.matches, offer.start,
         ).document()
         for id in list(self._kept)[: max(0, len(self._kept) - KEPT + 1)]:
             self._kept.pop(id, None)
@@ -496,7 +496,8 @@ def _offered(path: Path, inode: int, tier: str) -> Offer | None:
     except UserError:
         return None
     return Offer(id_of(tier, path, inode, version.step), tier, version.run_id, version.epoch, version.step,
-                 version.shard, version.status, version.nbytes, spans(users_of(document)), matches=version.matches)
+                 version.shard, version.status, version.nbytes, spans(users_of(document)), matches=version.matches,
+                 start=version.start)
 
 
 def _sorted(found: Iterable[Holding]) -> list[Holding]:

@@ -107,6 +107,6 @@ def newest_persistent(offers: Iterable[Offer], shards: Collection[Shard]) -> dic
     held: dict[tuple[str, str], dict[Key, str]] = {(run_id, shard): {} for run_id, _, shard in shards}
     for offer in offers:
         if offer.tier in PERSISTENT and (offer.run_id, offer.shard) in held:
-            held[offer.run_id, offer.shard][offer.epoch, offer.step] = offer.status
+            held[offer.run_id, offer.shard][offer.key] = offer.status
     return {run_id: choose([found for (of, _), found in held.items() if of == run_id])
             for run_id in sorted({run_id for run_id, _ in held})}

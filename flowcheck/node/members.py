@@ -16,7 +16,8 @@ __all__ = ["Inbound", "RankSession"]
 @dataclass
 class RankSession:
     """One rank that is connected. send: gives a message to its connection, never waits. end: closes it.
-    start: which start of a job it belongs to, counted by the group. manifest, flows: the last that it has sent."""
+    start: which start of a job it belongs to, counted by the group. manifest, flows: the last that it has sent.
+    numbered: it says when it began, and hears under which epoch that is."""
 
     rank: int
     send: Callable[[Any], None]
@@ -24,6 +25,7 @@ class RankSession:
     flows: list[dict[str, Any]] | None = None
     manifest: Manifest | None = None
     start: int = 0
+    numbered: bool = False
 
 
 @dataclass(frozen=True)

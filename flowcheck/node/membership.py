@@ -14,7 +14,8 @@ import threading
 import time
 from typing import Any
 
-from flowcheck.control.protocol import Manifest, Notice, Wanted
+from flowcheck.control.protocol import Epoch, Manifest, Notice, Wanted
+from flowcheck.control.start import Start
 from flowcheck.node.members import RankSession
 from flowcheck.node.runs import new_run_id
 
@@ -38,6 +39,7 @@ class Membership:
         self._manifest: Manifest | None = None  # of this start
         self._wanted = NOTHING
         self._notice = Notice("")
+        self._epoch: Epoch | None = None  # that this start has here, where it is another than it says
         self._looked, self._first = 0.0, 0.0  # when; and when the first of those that are here had come
         self._named = 0  # the start whose absent ranks were said
         self._gone: list[RankSession] = []  # connections that ended; a list, because an inbox may be full
@@ -60,15 +62,17 @@ class Membership:
                 self._start += 1
                 self._own_id = new_run_id()
                 self.members.clear()
-                self._wanted = NOTHING
+                self._wanted, self._epoch = NOTHING, None
             if not self.members:
                 self._first = time.monotonic()
             self._instances[member.rank] = instance
-            member.start = self._start
+            member.start, member.numbered = self._start, Start.of(instance) is not None
             self.members[member.rank] = member
             member.send(self._wanted)
             if self._notice.why:
                 member.send(self._notice)
+            if self._epoch is not None and member.numbered:
+                member.send(self._epoch)
         for one in before:
             one.end("the job was started again")
         return ""
@@ -103,6 +107,8 @@ class Membership:
                 self._wanted = message
             elif isinstance(message, Notice):
                 self._notice = message
-            members = list(self.members.values())
+            elif isinstance(message, Epoch):
+                self._epoch = message
+            members = [one for one in self.members.values() if one.numbered or not isinstance(message, Epoch)]
         for member in members:
             member.send(message)

@@ -82,7 +82,7 @@ class ParityShelf(Shelf):
                     self._offered[id] = _Lost(one, number, places)
                     found.append(Holding(Offer(
                         id, PARITY, version.run_id, version.epoch, version.step, version.shard, version.status,
-                        version.nbytes, spans(one.users[number]), matches=version.matches,
+                        version.nbytes, spans(one.users[number]), matches=version.matches, start=version.start,
                     ), one.path, inode))
         return sorted(found, key=lambda one: (-one.offer.epoch, -one.offer.step, one.offer.shard))
 

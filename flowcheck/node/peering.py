@@ -81,12 +81,16 @@ class Peering:
             self._tls = client_context(config.tls.ca)
         self.shelf = Shelf(config.replica.regions)  # also what is kept for other reasons, while it is
 
-    def of(self, body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> WithPeers | None:
-        """body: the manifest, with all connections. run: id, epoch and ranks as trainers say hello."""
+    def of(
+        self, body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock, epoch: int | None = None
+    ) -> WithPeers | None:
+        """body: the manifest, with all connections. run: id, epoch and ranks as trainers say hello, the same at all
+        nodes. epoch: of its versions here, where that is another one."""
         if not self._settings.shows:
             return None
         digest = digest_of(body, plan, run, clock)
-        self.shelf.follow(digest, Followed(dict(body), run, clock.first))
+        here = run[0], run[1] if epoch is None else epoch, run[2]
+        self.shelf.follow(digest, Followed(dict(body), here, clock.first))
         who = Who(run[0], run[1], self._group, digest)
         peers = Peers(self._settings.peer_addresses, self._token, who, self._settings.peer_seconds, tls=self._tls)
         return WithPeers(self.shelf, peers, clock)

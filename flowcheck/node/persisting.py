@@ -22,6 +22,7 @@ from typing import Any
 from flowcheck.checkpoint.directory import Meta
 from flowcheck.checkpoint.objects import Objects, open_store
 from flowcheck.checkpoint.store import UNNAMED, Lane, Rules
+from flowcheck.control.start import line_of
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
 from flowcheck.node.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
@@ -202,11 +203,11 @@ class Persister:
 
         lane = Lane(self._objects, name, moving, self._wall)
         moving()
-        if old and any((one.version.epoch, one.version.step) == (offer.epoch, offer.step)
-                       for one in lane.entries()[0]):
+        if old and any((one.version.epoch, one.version.step, line_of(one.version.start)) == (
+                offer.epoch, offer.step, line_of(offer.start)) for one in lane.entries()[0]):
             return  # written before this process began
         meta = Meta(offer.run_id, offer.epoch, version.status, version.unproven, version.optimizer, rounding,
-                    offer.shard, version.matches)
+                    offer.shard, version.matches, offer.start)
         began = self._now()
         entry = lane.write(offer.step, files_of(version), meta, lambda: self._users(holding))
         upload.seconds, upload.pause, upload.reads = self._now() - began, 0.0, False

@@ -105,6 +105,12 @@ class ReplicaFiles:
         """
         self._named = None
 
+    def abandon(self) -> None:
+        """The name that was given out last, which holds no version: it is not gone on with."""
+        named, self._named = self._named, None
+        if named is not None and named != self._served:
+            _unlink(named)
+
     @property
     def named(self) -> Path | None:
         """The name that was given out last, of this start of the job."""

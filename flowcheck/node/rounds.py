@@ -56,7 +56,7 @@ class Rounds:
         key = choose([one.versions for one in found]) if found else None
         if key is None:
             return None
-        folder = self._directory / run_folder(found[0].run_id, key[0])
+        folder = self._directory / run_folder(found[0].run_id, found[0].of(key)[0][1].epoch)
         path = folder / f"step-{key[1]:06d}.parity"
         if any(one.path == path for one in kept_in(self._directory)):
             return None

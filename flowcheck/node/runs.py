@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from flowcheck.control.start import start_text
+
 __all__ = ["new_run_id", "run_folder", "start_of"]
 
 LONGEST_NAME = 200  # of a run's folder; file systems take 255
@@ -22,13 +24,14 @@ def new_run_id() -> str:
 
 
 def start_of(body: Mapping[str, Any], run: tuple[str, int, int], first: int, instance: str) -> str:
-    """64 hexadecimal digits that two attachments share only if they are the same one, come back: of the manifest with
-    all connections, id, epoch and ranks of the run, the trainer's number of its first iteration, and the instance that
-    rank 0 says it is. "": it says none."""
+    """A text that two attachments share only if they are the same one, come back. It ends with 64 hexadecimal digits:
+    of the manifest with all connections, id, epoch and ranks of the run, the trainer's number of its first iteration,
+    and the instance that rank 0 says it is. Before them stands the line of the start, where the trainers say it
+    (control/start.py). "": they say no instance."""
     if not instance:
         return ""
     said = json.dumps([dict(body), list(run), first, instance], sort_keys=True)
-    return hashlib.sha256(said.encode()).hexdigest()
+    return start_text(hashlib.sha256(said.encode()).hexdigest(), instance)
 
 
 def run_folder(run_id: str, epoch: int) -> Path:

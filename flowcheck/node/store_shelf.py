@@ -181,4 +181,5 @@ def _offer(url: str, entry: Entry) -> Offer:
     return Offer(
         id_of(STORE, Path(f"{url}/{entry.folder}"), 0, one.step), STORE, one.run_id, one.epoch, one.step, one.shard,
         one.status, one.nbytes, spans(users_of(entry.document)), matches=one.matches,
+        start=one.start,
     )

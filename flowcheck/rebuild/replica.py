@@ -471,5 +471,5 @@ class JobReplica:
         assert self._rounding is not None
         job = self._plan.job
         meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name, shard,
-                    matches)
+                    matches, self._options.start)
         return write_step(out, version.step, version.parameters, version.optimizer_state, meta, users)

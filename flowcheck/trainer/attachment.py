@@ -75,7 +75,8 @@ def attach(
     checksum_every: send parameter checksums each K-th iteration; 0: never, and the replica stays unverified.
     group: name of this group of ranks, where a node follows several. Of a rank with several parts it is put before
         the name of each ("GROUP.PART").
-    run_id, epoch: who this run is; a restarted job has another epoch.
+    run_id, epoch: who this run is; a restarted job has another epoch. One that says an epoch in which another start
+        has made steps from `iteration` on gets a newer one from the node: `attachment.epoch`.
     iteration: the trainer's number of the next iteration.
     max_stall_s: seconds that a boundary may take at which a state goes up; 0: none.
     topology, collectives: what the communicator is, and its calls since a number (docs/use/node.md). A process group
@@ -112,7 +113,7 @@ class Attachment(Told):
         max_stall_s: float, topology: Any, collectives: Any, keeper: Keeper, tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(torch_optimizer(optimizer), keeper.scaler)
-        self.number, self._keeper = iteration, keeper
+        self.number, self._keeper, self._said_epoch = iteration, keeper, epoch
         self._checksum_every, self._max_stall = checksum_every, max_stall_s
         self._refused = ""
         self._closed = False
@@ -124,7 +125,7 @@ class Attachment(Told):
             parts = parts_of(model, optimizer)
             self._begin(parts, name, run_id, epoch, topology, collectives)
             for one in self._parts:
-                one.connect(addresses, token, tls)
+                one.connect(addresses, token, tls, iteration)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
 
@@ -186,6 +187,12 @@ class Attachment(Told):
         reasons = [(one, one.why(self._closed)) for one in self._parts]
         several = len(self._parts) > 1
         return "; ".join(f"{one.name}: {why}" if several else why for one, why in reasons if why)
+
+    @property
+    def epoch(self) -> int:
+        """Under which nodes have versions of this start: as `attach` was told, or a newer one that a node has given it
+        because another start of the run has made these steps already."""
+        return max((one.epoch for one in self._parts), default=self._said_epoch)
 
     @property
     def published(self) -> tuple[int, str]:

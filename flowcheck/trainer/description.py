@@ -18,7 +18,7 @@ torch and the standard library. Raises UserError for what no replica could follo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from flowcheck.control.numbers import is_numpy, plain
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
@@ -55,6 +56,7 @@ _OPTIONS = {
     "adam": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
     "adamw": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
 }
+_RAW = {"sgd": ("lr", "momentum", "weight_decay"), "adam": ("eps", "weight_decay"), "adamw": ("eps",)}
 CALLS = 65536  # a longer history is not kept: attach earlier
 
 
@@ -170,8 +172,9 @@ def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[s
     if len(optimizer.param_groups) != len(model.groups):
         raise _refuse(f"has {len(optimizer.param_groups)} parameter groups, and had {len(model.groups)}", "optimizer",
                       "attach anew after changing them")
+    keys = _OPTIONS[model.optimizer]
     return [
-        {key: _plain(group[key], key) for key in _OPTIONS[model.optimizer] if key in group}
+        {key: _plain(group[key], key, _raw(model.optimizer, group)) for key in keys if key in group}
         for group, names in zip(optimizer.param_groups, model.groups, strict=True) if names is not None
     ]
 
@@ -198,12 +201,26 @@ def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
                               " 16-bit parameters otherwise", "optimizer", "gradients in their parameters' order")
 
 
-def _plain(value: Any, key: str) -> Any:
-    """Python's own numbers: a float32 or a tensor would be rounded otherwise by the trainer than here."""
-    numbers = list(value) if isinstance(value, tuple) else [value]
+def _raw(optimizer: str, group: Mapping[str, Any]) -> Collection[str]:
+    """Options that torch hands on to its kernels as they are, each of which takes the double of the same value. With
+    the others it computes in Python before that."""
+    if group.get("fused"):
+        return _OPTIONS[optimizer]
+    return _RAW[optimizer] if not group.get("decoupled_weight_decay") else _RAW["adamw"]
+
+
+def _plain(value: Any, key: str, raw: Collection[str]) -> Any:
+    """Python's own numbers, and numpy's where torch computes with the same double: with a float32 numpy itself would
+    round otherwise than here, and so would torch with a tensor."""
+    numbers = list(map(plain, value)) if isinstance(value, tuple) else [plain(value)]
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
         raise _refuse(f"{key} is {value!r}", "optimizer", "finite Python numbers")
-    return numbers if isinstance(value, tuple) else value
+    for given in value if isinstance(value, tuple) else (value,):
+        if is_numpy(given) and given.dtype.kind != "b" and (given.dtype.kind == "u" or (
+                key not in raw and not isinstance(given * 0.5, float))):
+            raise _refuse(f"{key} is {given!r}, with which numpy computes otherwise than Python with the same value",
+                          "optimizer", f"float({key})")
+    return numbers if isinstance(value, tuple) else numbers[0]
 
 
 def _named(call: dict[str, Any]) -> str:

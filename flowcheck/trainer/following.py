@@ -35,6 +35,7 @@ from flowcheck.trainer.parts import Part, local
 from flowcheck.trainer.ranges import Source, Wish
 from flowcheck.trainer.sender import Identity, Sender
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
+from flowcheck.trainer.starts import started
 
 __all__ = ["Following", "Over", "serve"]
 
@@ -98,9 +99,11 @@ class Following:
         self._answered = threading.Event()  # by any of the nodes
 
     def connect(
-        self, addresses: Sequence[tuple[str, int]], token: Callable[[], bytes], tls: ssl.SSLContext | None
+        self, addresses: Sequence[tuple[str, int]], token: Callable[[], bytes], tls: ssl.SSLContext | None,
+        iteration: int = 0,
     ) -> None:
-        identity = Identity(*self._run, self.rank, self._ranks, self.name)
+        """iteration: the first that is to come."""
+        identity = Identity(*self._run, self.rank, self._ranks, self.name, started(self.name, iteration))
         for address in addresses:
             self.senders.append(Sender(
                 address, token, identity, self._opening, partial(self._said, address), self._prepare,
@@ -138,6 +141,11 @@ class Following:
     def _called(self, address: tuple[str, int]) -> str:
         """A node, where there are several."""
         return f"{address[0]}:{address[1]}: " if len(self.senders) > 1 else ""
+
+    @property
+    def epoch(self) -> int:
+        """Under which nodes have versions of this start: the newest, where they number it themselves."""
+        return max([self._run[1], *(sender.epoch for sender in self.senders if sender.epoch is not None)])
 
     @property
     def published(self) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,16 @@ from flowcheck.trainer.megatron import Pieces, instances, torch_optimizer
 from flowcheck.trainer.parts import local
 from flowcheck.trainer.user import restore_rng
 
-__all__ = ["Recovered"]
+__all__ = ["PARTS", "Recovered"]
+
+PARTS = ("user", "scheduler", "scaler", "rng")
+_BY_HAND = "ask recovered.has({0!r}) first, and {1}; or step= of a version that has it"
+_REMEDIES = {
+    "user": _BY_HAND.format("user", "find the loader's place by recovered.step"),
+    "scheduler": _BY_HAND.format("scheduler", "set the schedule to recovered.step by hand: made anew it begins at 0"),
+    "scaler": _BY_HAND.format("scaler", "begin with a scale of your own"),
+    "rng": _BY_HAND.format("rng", "seed the generators"),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -26,9 +36,8 @@ class Recovered:
     run_id, shard: whose it is.
     model: for `model.load_state_dict`; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
         of a fresh start.
-    user: what this rank gave to `attachment.step(user=...)` at the end of the iteration before `step`; scheduler,
-        scaler: state_dicts of those that it gave to `attach`; rng: random generators as they were then, for
-        `restore_rng`. Empty where the version has nothing of this rank.
+    parts: what the version has of this rank itself, by the names of PARTS: see the properties of these names.
+    missing: of what it does not have why, by its path, such as "scheduler" or "user['loader']".
     status, unproven: as the version says of itself (docs/reference/checkpoint.md).
     source: node and tier that it came from. nbytes: received. seconds: that it took.
     passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
@@ -40,10 +49,8 @@ class Recovered:
     shard: str
     model: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
-    user: dict[str, Any] = field(default_factory=dict)
-    scheduler: dict[str, Any] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
-    rng: dict[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
     status: str = ""
     unproven: tuple[str, ...] = ()
     source: str = ""
@@ -54,6 +61,41 @@ class Recovered:
 
     def __bool__(self) -> bool:
         return bool(self.source)
+
+    def has(self, part: str) -> bool:
+        """Is that part there to be read? part: one of PARTS."""
+        if part not in PARTS:
+            raise UserError(f"{part!r} is not one of {', '.join(PARTS)}", where="recovered.has", remedy="one of these")
+        return part in self.parts
+
+    @property
+    def user(self) -> dict[str, Any]:
+        """What this rank gave to `attachment.step(user=...)` at the end of the iteration before `step`. Raises
+        UserError, as the next ones do: the version does not have it, and why. So does a key of it that is `missing`."""
+        lost = {path: why for path, why in self.missing.items() if path.startswith("user[")}
+        given = self._part("user")
+        return _User(given, lost, self.step) if lost else given
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        """The state_dict of the scheduler that this rank gave to `attach`."""
+        return self._part("scheduler")
+
+    @property
+    def scaler(self) -> dict[str, Any]:
+        """The state_dict of the scaler that it gave to `attach`."""
+        return self._part("scaler")
+
+    @property
+    def rng(self) -> dict[str, Any]:
+        """Random generators as they were then, for `restore_rng`."""
+        return self._part("rng")
+
+    def _part(self, name: str) -> dict[str, Any]:
+        if name in self.parts:
+            return self.parts[name]
+        why = self.missing.get(name, "this rank gave none with it")
+        raise _missing(name, self.step, why if self else "nothing was recovered, the job starts fresh")
 
     def load(self, model: torch.nn.Module, optimizer: Any) -> None:
         """What `load_state_dict` of both would do, also where they hold shards (DTensors of fully_shard, pieces of
@@ -98,9 +140,6 @@ class Recovered:
     def restore_rng(self) -> None:
         """Set the generators of this process (python's, numpy's, torch's on the CPU and on devices) to where they were
         when iteration `step` began. Raises UserError: the version has no such state, or it does not fit here."""
-        if not self.rng:
-            raise UserError(f"step {self.step} has no state of this rank's random generators", where="recover",
-                            remedy="a node and trainers that keep it; without it seed them: `recovered.rng` is empty")
         restore_rng(self.rng)
 
     def __repr__(self) -> str:  # nodes' own words are in it, and any terminal may have to show them
@@ -116,6 +155,27 @@ class Recovered:
             f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.version_epoch}, {self.status}{open_}, from"
             f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken})"
         )
+
+
+class _User(dict[str, Any]):
+    """What a script gave. A key that could not be kept is not taken for one that was never given."""
+
+    def __init__(self, given: Mapping[str, Any], lost: Mapping[str, str], step: int) -> None:
+        super().__init__(given)
+        self._lost, self._step = lost, step
+
+    def __missing__(self, key: Any) -> Any:
+        if (path := f"user[{key!r}]") in self._lost:
+            raise _missing(path, self._step, self._lost[path])
+        raise KeyError(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self or f"user[{key!r}]" in self._lost else default
+
+
+def _missing(path: str, step: int, why: str) -> UserError:
+    return UserError(f"step {step} does not have it for this rank: {why}", where=f"recovered.{path}",
+                     remedy=_REMEDIES.get(path.partition("[")[0], ""))
 
 
 def _placed(name: str, value: torch.Tensor, like: torch.Tensor, exact: bool = False) -> torch.Tensor:

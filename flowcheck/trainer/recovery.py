@@ -41,17 +41,21 @@ from flowcheck.control.sources import (
     fetch,
     look,
 )
+from flowcheck.control.start import line_in, order
 from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.trainer.recovered import Recovered
+from flowcheck.trainer.recovered import PARTS, Recovered
 from flowcheck.trainer.settings import context_of, token_of
+from flowcheck.trainer.starts import after
 from flowcheck.trainer.together import ranks_of
 
 __all__ = ["Recovered", "recover"]
 
 _log = logging.getLogger("flowcheck")
 NODES = "FLOWCHECK_NODES"
+ALIKE = ("scheduler", "scaler", "groups")  # of what ranks give: what all of them take, or none
+_NAMES = {"groups": "the groups' options"}
 OLDER_WITH_USER = 10  # steps that a version may be older which has every rank's own state
 LONGEST = 1e6  # seconds
 
@@ -108,8 +112,9 @@ def recover(
         if isinstance(found, Exception):
             raise found
         _same(said, wants)
-        users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
-        held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
+        users = [set(map(_key, one["user"])) for one in said]
+        held = [{_key(key): status for *key, status in one["versions"]} for one in said]
+        after(line_in(at) for one in held for at in one)
         key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad, users=users,
                      prefer_user=OLDER_WITH_USER, stood=stood)
         epoch = 1 + max(one["newest"] for one in said)
@@ -123,7 +128,7 @@ def recover(
         _no_errors(said)
         reasons = _reasons(said, key)
         if got.fetched is not None and not any(reasons):
-            return _recovered(got, got.fetched, passed, _lacking(said, own, got), epoch)
+            return _recovered(got, got.fetched, passed, _lacking(said, own, got), epoch, own)
         bad.append(key)
         stood = set().union(*held)
         passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
@@ -163,6 +168,12 @@ def _first(found: Found | Exception, own: int | None) -> dict[str, Any]:
     }
 
 
+def _key(said: Sequence[Any]) -> Key:
+    """As JSON has it."""
+    epoch, step, *line = said
+    return (epoch, step, line[0]) if line else (epoch, step)
+
+
 def _same(said: Sequence[Mapping[str, Any]], wants: Mapping[str, Any]) -> None:
     """All ranks want one thing, and of one run: what each works out of what all say is then the same."""
     for rank, one in enumerate(said):
@@ -199,7 +210,7 @@ class _Got:
         return {
             "why": self.why, "wrong": _said(self.wrong), "shard": shard,
             "digest": _digest(self.fetched.version) if self.fetched is not None else "",
-            "own": own, "has": bool(self.state),
+            "own": own, "has": bool(self.state), "missing": dict(self.state.get("missing", {})),
         }
 
 
@@ -244,17 +255,19 @@ def _reasons(said: Sequence[Mapping[str, Any]], key: Key) -> list[str]:
             if len(of[one["shard"]]) > 1 else "" for one in said]
 
 
-def _lacking(said: Sequence[Mapping[str, Any]], own: int | None, got: _Got) -> list[str]:
-    """Who goes on without a state of its own. Schedules and scales of some ranks alone would part the others from
-    them."""
-    without = [rank for rank, one in enumerate(said) if one["own"] is not None and not one["has"]]
-    out = [got.why_no_state] if got.why_no_state else []
-    if own is not None and not got.state and not out:
-        out.append(f"the version has no state of rank {own}")
-    if got.state and without:
-        ranks = f"rank {without[0]}" if len(without) == 1 else f"{len(without)} ranks, rank {without[0]} the first,"
-        out.append(f"{ranks} has no state of its own in this version: scheduler, scaler and the groups' options of"
-                   " this rank are not taken either, so that all go on alike")
+def _lacking(said: Sequence[Mapping[str, Any]], own: int | None, got: _Got) -> dict[str, str]:
+    """What this rank goes on without, and why; "" stands for all of it. Schedules and scales of some ranks alone would
+    part the others from them."""
+    if not got.state:
+        return {"": got.why_no_state or (
+            f"the version has no state of rank {own}" if own is not None else "no rank was asked for")}
+    out = {str(path): str(why) for path, why in got.state.get("missing", {}).items()}
+    for part in ALIKE:
+        without = [rank for rank, one in enumerate(said) if one["own"] is not None and (
+            not one["has"] or part in one["missing"])]
+        if part not in out and without:
+            ranks = f"rank {without[0]}" if len(without) == 1 else f"{len(without)} ranks, rank {without[0]} the first,"
+            out[part] = f"{ranks} has none of its own in this version, and all are to go on alike"
     return out
 
 
@@ -288,7 +301,10 @@ def _user(fetched: Fetched, own: int | None, as_many: bool) -> tuple[dict[str, A
                     " none is taken; rank= takes one")
     state = found.state
     parts = [state.get(name, {}) for name in ("rng", "user", "scheduler", "scaler")] if isinstance(state, dict) else []
-    groups = state.get("groups") if parts else None
+    lost = state.get("missing", {}) if parts else {}
+    if not isinstance(lost, dict) or not all(isinstance(one, str) for pair in lost.items() for one in pair):
+        lost = {}
+    groups = state.get("groups", [] if "groups" in lost else None) if parts else None
     if not isinstance(groups, list) or not all(isinstance(part, dict) for part in [*parts, *groups]) or not all(
             isinstance(flag, bool) for group in groups for flag in _flags(group)):
         return {}, f"the state of rank {own} is not one of this version of flowcheck"
@@ -324,17 +340,22 @@ def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: 
     return {"state": {numbered[at]: held for at, held in optimizer["state"].items()}, "param_groups": made}
 
 
-def _recovered(got: _Got, fetched: Fetched, passed: Sequence[str], lacking: Sequence[str], epoch: int) -> Recovered:
-    version = fetched.version
-    alone = bool(got.state) and bool(lacking)
-    state = {name: value for name, value in got.state.items() if not alone or name not in ("scheduler", "scaler")}
-    optimizer = _as_given(got.optimizer, got.state.get("groups", []), not alone)
-    parts = {name: state.get(name, {}) for name in ("user", "scheduler", "scaler", "rng")}
+def _recovered(
+    got: _Got, fetched: Fetched, passed: Sequence[str], lacking: Mapping[str, str], epoch: int, own: int | None
+) -> Recovered:
+    version, state = fetched.version, got.state
+    optimizer = _as_given(got.optimizer, state.get("groups", []), "groups" not in lacking)
+    parts = {name: state[name] for name in PARTS if name in state and name not in lacking}
+    whole = dict.fromkeys(PARTS, lacking[""]) if "" in lacking else lacking
+    paths: dict[str, list[str]] = {}
+    for path, why in lacking.items():
+        paths.setdefault(why, []).append(_NAMES.get(path, path))
+    said = [f"{', '.join(filter(None, of))}: {why}" if any(of) else why for why, of in paths.items()]
     done = Recovered(
-        version.step, epoch, version.run_id, version.shard, fetched.model, optimizer, **parts,
+        version.step, epoch, version.run_id, version.shard, fetched.model, optimizer, parts=parts, missing=whole,
         status=version.status,
         unproven=version.unproven, source=fetched.source, nbytes=fetched.nbytes, seconds=fetched.seconds,
-        passed=(*passed, *fetched.passed, *lacking), version_epoch=version.epoch,
+        passed=(*passed, *fetched.passed, *(said if own is not None else ())), version_epoch=version.epoch,
     )
     _log.info("flowcheck: %s", done)
     return done
@@ -369,5 +390,5 @@ def _fresh(
 
 
 def _steps(held: Mapping[Key, str]) -> str:
-    newest = sorted(held)[-8:]
-    return ", ".join(f"step {step} of epoch {epoch}" for epoch, step in newest) or "nothing"
+    newest = sorted(held, key=order)[-8:]
+    return ", ".join(f"step {key[1]} of epoch {key[0]}" for key in newest) or "nothing"

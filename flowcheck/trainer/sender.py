@@ -34,6 +34,7 @@ import torch
 from flowcheck.control.protocol import (
     PATCH_BYTES,
     RANGES_TEXT,
+    Epoch,
     Joined,
     Limits,
     Link,
@@ -78,7 +79,8 @@ class Sender:
     """why: the last reason for not being connected, or what the node has noticed; "" while all is well. notice: what
     keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
     newest version, -1: none yet. by_ranges: the node asks for elements of the state, and no boundary waits for it.
-    takes_user: the node keeps what ranks give of themselves."""
+    takes_user: the node keeps what ranks give of themselves. epoch: that versions of this start have there, where it is
+    another than the one said; None: it is not."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes | Callable[[], bytes], identity: Identity,
@@ -104,6 +106,7 @@ class Sender:
         self.notice = ""
         self.by_ranges = False
         self.takes_user = False
+        self.epoch: int | None = None
         self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = answered or threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
@@ -322,6 +325,10 @@ class Sender:
                         self.why = ""  # what else has been said meanwhile stays
                 elif isinstance(message, Ranges):
                     self._ask(link, message)
+                elif isinstance(message, Epoch):
+                    if message.epoch != self.epoch:
+                        self._tell(message.why)
+                    self.epoch = message.epoch
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status
                 elif isinstance(message, Refused):

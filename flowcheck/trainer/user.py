@@ -15,16 +15,23 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from flowcheck.control.user_state import pack
+from flowcheck.control.numbers import plain
+from flowcheck.control.user_state import USER_BYTES, pack
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.trainer.loop import Given
 from flowcheck.trainer.parts import stepped
 
 __all__ = ["Keeper", "restore_rng", "rng_state"]
+
+
+ABOUT_BYTES = 64 << 10  # of a state that lacks something, for what that is
+MOST_WHY = 400  # characters
+MOST_NAMED = 100
 
 
 class Keeper:
@@ -46,19 +53,18 @@ class Keeper:
     def give(
         self, user: Given, step: int, rank: int, ranks: int, say: Callable[[str], None]
     ) -> bytes | None:
-        """This rank's own state. user: what the script adds, or a function that says it. None: something of it cannot
-        be kept, which is said once as long as it lasts; a part of a state is no state."""
+        """This rank's own state. user: what the script adds, or a function that says it. What cannot be kept is left
+        out and named, in the state itself, too; that is said once as long as it lasts. None: nothing can be kept."""
         self._given = self._far()
         try:
-            given = self._pack(user, step, rank, ranks)
+            data, missing = self._pack(user, step, rank, ranks)
         except Exception as error:  # an object of the script's own may raise anything
-            what = error.message() if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
-            if not self.why:
-                say(f"versions are without this rank's own state: {what}")
-            self.why = f"step {step} is without this rank's own state: {what}"
-            return None
-        self.why = ""
-        return given
+            data, missing = None, {"": _words(error)}
+        what = "; ".join(missing.values())
+        if missing and not self.why:
+            say(f"versions are without a part of this rank's own state: {what}")
+        self.why = f"step {step} is without a part of this rank's own state: {what}" if missing else ""
+        return data
 
     def look(self, say: Callable[[str], None]) -> None:
         """Before a step of the optimizer: has the scheduler gone on since the boundary? What is kept does not have
@@ -72,21 +78,94 @@ class Keeper:
     def _far(self) -> Any:
         return getattr(self._scheduler, "last_epoch", None)
 
-    def _pack(self, user: Given, step: int, rank: int, ranks: int) -> bytes:
-        if callable(user):
-            user = user()
-        if user is not None and type(user) is not dict:
-            raise UserError(f"a {type(user).__name__} is not a dict", where="user", remedy='user={"loader": ...}')
+    def _pack(self, user: Given, step: int, rank: int, ranks: int) -> tuple[bytes, dict[str, str]]:
+        """The file, and what it lacks: paths and why."""
+        made: dict[str, Callable[[], Any]] = {"rng": self._rng, "groups": self._groups}
+        for what, one in (("scheduler", self._scheduler), ("scaler", self.scaler)):
+            if one is not None:
+                made[what] = one.state_dict
+        state, missing = dict[str, Any](), dict[str, str]()
+        for what, make in {**made, "user": lambda: _given_by(user)}.items():
+            try:
+                state[what] = make()
+            except Exception as error:
+                missing[what] = f"{what}: {_words(error)}"[:MOST_WHY]
+        packed = partial(pack, step=step, rank=rank, ranks=ranks)
+        try:
+            return packed({**state, "missing": missing} if missing else state), missing
+        except Exception:
+            state, more = _keepable(state)
+            return packed({**state, "missing": missing | more}), missing | more
+
+    def _rng(self) -> dict[str, Any]:
         if self._devices is None:
             held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             self._devices = sorted({parameter.device.type for parameter in held} - {"cpu", "meta"})
-        groups = [{**group, "params": [stepped(parameter) for parameter in group["params"]]}
-                  for group in self._optimizer.param_groups]
-        state: dict[str, Any] = {"rng": rng_state(self._devices), "groups": groups, "user": user or {}}
-        for what, one in (("scheduler", self._scheduler), ("scaler", self.scaler)):
-            if one is not None:
-                state[what] = one.state_dict()
-        return pack(state, step=step, rank=rank, ranks=ranks)
+        return rng_state(self._devices)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Options of the optimizer, numbers as torch computes with them; and of each parameter: is it stepped?"""
+        return [{**{key: _number(value) for key, value in group.items()},
+                 "params": [stepped(parameter) for parameter in group["params"]]}
+                for group in self._optimizer.param_groups]
+
+
+def _given_by(user: Given) -> dict[str, Any]:
+    """What the script adds. Raises UserError: it is not a dict."""
+    given = user() if callable(user) else user
+    if given is not None and not isinstance(given, dict):
+        raise UserError(f"a {type(given).__name__} is not a dict", where="user", remedy='user={"loader": ...}')
+    return dict(given or {})  # such as recovered.user
+
+
+def _number(value: Any) -> Any:
+    """A float or an int, where it is a subclass of that: a number out of a configuration file, say."""
+    value = plain(value)
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _keepable(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What can be kept of it, and paths of what cannot, with why. A scheduler, a scaler and random numbers are kept
+    whole or not at all; of what the script adds, and of the groups' options, each for itself."""
+    left, kept, missing = USER_BYTES - ABOUT_BYTES, dict[str, Any](), dict[str, str]()
+
+    def fits(path: str, piece: dict[str, Any]) -> bool:
+        nonlocal left
+        try:
+            left -= len(pack(piece, step=0, rank=0, ranks=1, most=left))
+        except Exception as error:  # one that is no Refused, too: nothing of it may end what else there is
+            missing[path] = _words(error)[:MOST_WHY]
+            return False
+        return True
+
+    if "groups" in state:
+        kept["groups"] = [{key: value for key, value in group.items() if _is_kept(value)} for group in state["groups"]]
+        missing |= {f"groups[{at}][{key!r}]": f"option {key!r} of group {at} is a {type(group[key]).__name__}"
+                    for at, group in enumerate(state["groups"]) for key in group.keys() - kept["groups"][at].keys()}
+        if not fits("groups", {"groups": kept["groups"]}):
+            del kept["groups"]
+    kept |= {what: state[what] for what in ("rng", "scheduler", "scaler")
+             if what in state and fits(what, {what: state[what]})}
+    if "user" in state:
+        kept["user"] = {key: value for key, value in state["user"].items()
+                        if fits(f"user[{key!r}]", {"user": {key: value}})}
+    named = dict(list(missing.items())[:MOST_NAMED])
+    return kept, named
+
+
+def _is_kept(value: Any) -> bool:
+    try:
+        pack(value, step=0, rank=0, ranks=1)
+    except Exception:
+        return False
+    return True
+
+
+def _words(error: Exception) -> str:
+    return error.message() if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
 
 
 def rng_state(devices: Collection[str] = ()) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class HandVersion:
         optimizer: str = "sgd", options: dict[str, Any] | None = None, rounding: str = "torch-cpu",
         shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        self.id = f"{tier[0]}{epoch}0{step}0{shard}"
+        self.id = f"{tier[0]}{epoch}0{step}0{shard}{sha256(start.encode())[:8] if start else ''}"
         model = {"w": [step + 0.5, 2.0], "b": [3.0]} if model is None else model
         state = {"state.w.momentum_buffer": [1.0, float(step)]} if state is None else state
         self.offer: dict[str, Any] = {
@@ -64,7 +64,7 @@ class HandVersion:
         held = dict(zip(FILES, (model, state), strict=True))
         self.document = seal({
             "schema": "flowcheck/checkpoint/2", "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
-            "status": status, "unproven": [], "rounding": rounding,
+            "status": status, "unproven": [], "rounding": rounding, **({"start": start} if start else {}),
             "optimizer": {"name": optimizer, "groups": [
                 {"params": list(model), "options": {"lr": 0.1, "momentum": 0.9} if options is None else options}]},
             "files": {

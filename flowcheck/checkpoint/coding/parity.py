@@ -68,7 +68,7 @@ class Protected:
         return self.versions[0].step
 
     @property
-    def key(self) -> Key:
+    def key(self) -> tuple[int, int]:
         return self.versions[0].epoch, self.step
 
     @property
@@ -203,7 +203,7 @@ def _shards(nodes: Sequence[Node], run_id: str | None) -> list[str]:
 
 def source_of(stack: ExitStack, found: Found, key: Key) -> Source:
     """The first one of that step. One that fails ends the round: the next round takes another."""
-    node, offer = next(place for place in found.places if (place[1].epoch, place[1].step) == key)
+    node, offer = found.of(key)[0]
     own = stack.enter_context(closing(node.again()))
     try:
         return own, offer, own.version(offer)
@@ -369,9 +369,7 @@ def _checkpoint(version: Version, stream: Path, out: Path, users: Callable[[], M
         for name, value in files[OPTIMIZER].items():
             parameter, _, part = name.removeprefix("state.").rpartition(".")
             state.setdefault(parameter, {})[part] = value
-        meta = Meta(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
-                    version.rounding, version.shard, version.matches)
-        return write_step(out, version.step, files[MODEL], state, meta, users,
+        return write_step(out, version.step, files[MODEL], state, Meta.of(version), users,
                           lambda path: check_directory(path, Identity.of(version)))
 
 

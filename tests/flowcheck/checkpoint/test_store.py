@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -305,6 +306,17 @@ def test_whoever_writes_is_told_that_bytes_move_and_may_end_it(tmp_path: Path) -
     calls[:] = [1] * 5
     write(lane(tmp_path, moving=moving), 10)
     assert len(calls) > 12
+
+
+def test_a_version_names_its_start_and_a_later_one_is_newer(tmp_path: Path) -> None:
+    """Whatever its step is: what goes is of the line that was left."""
+    to, starts = lane(tmp_path), [f"{began:016x}-{began:016x}-0000 {'f' * 64}" for began in (1, 2)]
+    files = {MODEL: {"w": torch.ones(2)}, OPTIMIZER: {"state.w.step": torch.tensor(1.0)}}
+    for start, step in ((1, 4), (0, 7), (1, 5)):
+        found = to.write(step, files, replace(META, start=starts[start]), dict)
+        assert read_entry(to._objects, found.folder).version.start == starts[start]
+    to.tidy(Rules(keep=2))
+    assert sorted(one.version.step for one in to.entries()[0]) == [4, 5]
 
 
 # -- what goes -------------------------------------------------------------------------------------------------------

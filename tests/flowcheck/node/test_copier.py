@@ -194,6 +194,23 @@ def test_a_start_that_went_back_is_copied(make: Callable[..., Copier], api: Hand
     assert steps(tmp_path) == [60, 110]
 
 
+def test_the_same_step_of_another_line_is_another_version(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path, said: Said
+) -> None:
+    """Of two starts of one epoch: the later one's is copied in place of what the first one has left, and once."""
+    copier, (first, second) = make(), [f"{began:016x}-{began:016x}-0000 {'f' * 64}" for began in (1, 2)]
+    api.versions[:] = [HandVersion(4, start=first, tier=DISK), HandVersion(7, start=first, tier=DISK)]
+    copier.look(node(api))
+    lives = HandVersion(4, {"w": [9.0], "b": [3.0]}, {}, start=second, tier=DISK)
+    api.versions.insert(0, lives)
+    for _ in "ab":
+        copier.look(node(api))
+    copied = [Path(fields["path"]) for event, fields in said if event == "copied"]
+    assert [path.name for path in copied] == ["step-000007", "step-000004"]
+    loaded = load_step(copied[1])
+    assert loaded.parameters["w"].tolist() == [9.0] and loaded.manifest["start"] == second
+
+
 def test_a_group_that_fails_leaves_the_others(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
     api.versions[:] = [HandVersion(4, shard="a"), HandVersion(4, shard="b")]
     bad = api.versions[0]

@@ -450,12 +450,13 @@ def test_and_until_that_is_on_disk_where_the_settings_ask_for_it(scene, tmp_path
 
 
 def test_the_same_run_from_step_0_again_keeps_its_own_replica_too(scene, tmp_path) -> None:
-    """Somebody gives a run id and starts from the beginning: step 400 is not superseded by step 3."""
+    """Somebody gives a run id and starts from the beginning: step 400 is not superseded by step 3, which is of an epoch
+    of its own."""
     before = left_behind(tmp_path / "flowcheck-node--4.replica", "synth-0", 400)
-    passed = left_behind(tmp_path / "flowcheck-node--5.replica", "synth-0", 0)
     at = scene()
     at.give(at.follow(), State(3), MODEL)  # a FakeReplica has step 0
-    assert before.exists() and not passed.exists() and at.events("removed") == []
+    assert before.exists() and at.events("removed") == []
+    assert [said["epoch"] for event in ("numbered", "attached") for said in at.events(event)] == [1, 1]
 
 
 def test_a_version_that_diverged_takes_no_other_runs_replica_with_it(scene, tmp_path) -> None:

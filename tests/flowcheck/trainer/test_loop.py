@@ -105,7 +105,10 @@ def test_what_the_next_iteration_begins_with_is_asked_at_the_end_of_the_block(tr
     peer.expect("record")
     with one.attachment.iteration(user=lambda: {"seen": 1 // 0}):
         one.train()
-    assert peer.expect("record")["iteration"] == 4  # and no state of which a part is missing
+    message, data = peer.receive()
+    state = UserState.of(data, "x").state
+    assert message["type"] == "user" and "user" not in state and list(state["missing"]) == ["user"]
+    assert peer.expect("record")["iteration"] == 4
     assert "ZeroDivisionError" in one.attachment.why
 
 

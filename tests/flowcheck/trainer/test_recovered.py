@@ -155,7 +155,13 @@ def test_what_it_says_of_itself(change: dict[str, Any], words: str) -> None:
 
 def test_what_a_fresh_start_has() -> None:
     one = Recovered(0, 3, "run", "a")
-    assert (one.model, one.optimizer, one.user, one.scheduler, one.scaler, one.rng) == ({}, {}, {}, {}, {}, {})
+    assert (one.model, one.optimizer) == ({}, {})
+    for part in recovered.PARTS:
+        assert not one.has(part)
+        with pytest.raises(UserError, match="starts fresh"):
+            getattr(one, part)
+    with pytest.raises(UserError, match="is not one of user, scheduler, scaler, rng"):
+        one.has("model")
     assert (one.status, one.unproven, one.passed, one.version_epoch) == ("", (), (), -1)
     assert (one.nbytes, one.seconds, one.source) == (0, 0.0, "")
 
@@ -163,9 +169,9 @@ def test_what_a_fresh_start_has() -> None:
 def test_random_numbers_go_on_where_they_were() -> None:
     random.seed(3)
     torch.manual_seed(3)
-    one = replace(VERSION, rng=rng_state())
+    one = replace(VERSION, parts={"rng": rng_state()})
     drawn = random.random(), torch.rand(2).tolist()
     one.restore_rng()
     assert (random.random(), torch.rand(2).tolist()) == drawn
-    with pytest.raises(UserError, match="step 7 has no state of this rank's random generators"):
+    with pytest.raises(UserError, match="step 7 does not have it for this rank"):
         VERSION.restore_rng()

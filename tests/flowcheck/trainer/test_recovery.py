@@ -20,6 +20,7 @@ from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer import recovery
 from flowcheck.trainer import together as together_ranks
+from flowcheck.trainer.recovered import PARTS
 from flowcheck.trainer.recovery import Recovered, recover
 from flowcheck.trainer.user import rng_state
 
@@ -243,6 +244,16 @@ def own(step: int, rank: int = 1, ranks: int = 2, **state: Any) -> bytes:
     return pack(given, step=step, rank=rank, ranks=ranks)
 
 
+def lacks(recovered: Recovered, *parts: str) -> None:
+    """These cannot be read, by whatever name torch's own would take silently; the others are there."""
+    assert [part for part in PARTS if not recovered.has(part)] == sorted(parts, key=PARTS.index)
+    for part in parts:
+        with pytest.raises(UserError) as caught:
+            getattr(recovered, part)
+        assert caught.value.where == f"recovered.{part}" and caught.value.remedy
+    assert set(recovered.missing) <= {*parts, "groups"} or not parts
+
+
 def test_what_a_rank_gave_comes_back(api: HandApi) -> None:
     torch.manual_seed(5)
     api.versions[0].give(1, own(7, scheduler={"last_epoch": 7}, scaler={"scale": 2.0}))
@@ -258,9 +269,10 @@ def test_what_a_rank_gave_comes_back(api: HandApi) -> None:
 def test_a_version_without_it_is_a_version(api: HandApi) -> None:
     for rank, passed in ((None, ()), (1, ("the version has no state of rank 1",))):
         recovered = recover(api.name, token=TOKEN, rank=rank)
-        assert recovered.step == 7 and not (recovered.user or recovered.scheduler or recovered.scaler or recovered.rng)
-        assert recovered.optimizer["param_groups"][0]["lr"] == 0.1 and recovered.passed == passed
-        with pytest.raises(UserError, match="step 7 has no state of this rank's random generators"):
+        assert recovered.step == 7 and recovered.optimizer["param_groups"][0]["lr"] == 0.1
+        assert recovered.passed == passed
+        lacks(recovered, *PARTS)
+        with pytest.raises(UserError, match="step 7 does not have it"):
             recovered.restore_rng()
 
 
@@ -296,7 +308,8 @@ def test_one_that_is_damaged_is_not_taken(data: bytes, why: str) -> None:
 def test_one_of_another_kind_is_not_taken(api: HandApi, state: Any) -> None:
     api.versions[0].give(1, pack(state, step=7, rank=1, ranks=2))
     recovered = recover(api.name, token=TOKEN, rank=1)
-    assert recovered.step == 7 and recovered.user == {} and "not one of this version" in recovered.passed[0]
+    assert recovered.step == 7 and "not one of this version" in recovered.passed[0]
+    lacks(recovered, *PARTS)
 
 
 @pytest.mark.parametrize("rank", [-1, True, "0"])
@@ -313,7 +326,8 @@ def test_a_job_of_another_size_takes_none_by_itself(api: HandApi) -> None:
         assert recover(api.name, token=TOKEN).user == {"at": 7}
         api.versions[0].give(0, own(7, rank=0, ranks=2))
         recovered = recover(api.name, token=TOKEN)
-        assert recovered.step == 7 and recovered.user == {}
+        assert recovered.step == 7
+        lacks(recovered, *PARTS)
         assert "those of a job of 2 ranks, this one has 1" in recovered.passed[0] and len(recovered.passed) == 1
         assert recover(api.name, token=TOKEN, rank=0).user == {"at": 7}
     finally:
@@ -680,10 +694,35 @@ def test_schedules_of_some_ranks_alone_are_not_taken() -> None:
         api.versions[0].give(0, own(7, 0, scheduler={"last_epoch": 7}, scaler={"scale": 2.0}))
         first, second = together(2, lambda rank: recover(api.name, token=TOKEN, rank=rank))
     assert [one.optimizer["param_groups"][0]["lr"] for one in (first, second)] == [0.1, 0.1]
-    assert (first.user, first.scheduler, first.scaler, bool(first.rng)) == ({"at": 7}, {}, {}, True)
-    assert first.passed == ("rank 1 has no state of its own in this version: scheduler, scaler and the groups' options"
-                            " of this rank are not taken either, so that all go on alike",)
-    assert (second.user, second.rng, second.passed) == ({}, {}, ("the version has no state of rank 1",))
+    assert first.user == {"at": 7}
+    lacks(first, "scheduler", "scaler")
+    assert first.passed == ("scheduler, scaler, the groups' options: rank 1 has none of its own in this version, and"
+                            " all are to go on alike",)
+    lacks(second, *PARTS)
+    assert second.passed == ("the version has no state of rank 1",)
+
+
+@pytest.mark.parametrize("missing", ["scheduler", "scaler", "rng", "user['loader']", "groups"])
+def test_a_part_that_could_not_be_kept_costs_no_other_one(missing: str) -> None:
+    """On either rank: what all are to have alike nobody takes then."""
+    state = {"scheduler": {"last_epoch": 7}, "scaler": {"scale": 2.0}, "missing": {missing: "it is a set"}}
+    with HandApi(HandVersion(7)) as api:
+        api.versions[0].give(0, own(7, 0, **{key: value for key, value in state.items() if key != missing}))
+        api.versions[0].give(1, own(7, 1, **{key: value for key, value in state.items() if key != "missing"}))
+        both = together(2, lambda rank: recover(api.name, token=TOKEN, rank=rank))
+    alike = missing in ("scheduler", "scaler")
+    for one, its in zip(both, (True, False), strict=True):
+        lacks(one, *([missing] if alike or (its and missing == "rng") else []))
+        assert one.optimizer["param_groups"][0]["lr"] == (0.1 if missing == "groups" else 0.05)
+        assert one.missing.get(missing) == ("it is a set" if its else one.missing.get(missing))
+    with pytest.raises(KeyError if missing != "user['loader']" else UserError):
+        both[0].user["loader"]
+    with pytest.raises(KeyError):
+        both[0].user["never given"]
+    assert both[0].user.get("never given", 3) == 3
+    if missing == "user['loader']":
+        with pytest.raises(UserError, match="it is a set"):
+            both[0].user.get("loader")
 
 
 # -- frozen parameters ---------------------------------------------------------------------------------------
@@ -799,7 +838,8 @@ def test_another_run_is_named_and_another_shard_is_refused() -> None:
 def test_a_rank_that_says_what_no_parameter_is_has_no_state(api: HandApi, groups: list[Any]) -> None:
     api.versions[0].give(0, own(7, rank=0, ranks=1, groups=groups))
     recovered = recover(api.name, token=TOKEN, rank=0)
-    assert recovered.step == 7 and recovered.user == {}
+    assert recovered.step == 7
+    lacks(recovered, *PARTS)
     assert "the state of rank 0 is not one of this version of flowcheck" in recovered.passed
 
 

@@ -108,23 +108,23 @@ def test_ranks_that_were_given_different_versions_go_on_from_an_older_one(monkey
 
 def given_by(*has: bool | None) -> list[dict[str, Any]]:
     """Of each rank: has it a state of its own in the version? None: it wants none."""
-    return [said(own=None if one is None else rank, has=bool(one)) for rank, one in enumerate(has)]
+    return [said(own=None if one is None else rank, has=bool(one), missing={}) for rank, one in enumerate(has)]
 
 
-ALIKE = ("has no state of its own in this version: scheduler, scaler and the groups' options of this rank are not taken"
-         " either, so that all go on alike")
+ALIKE = "has none of its own in this version, and all are to go on alike"
 
 
 @pytest.mark.parametrize(("ranks", "own", "has", "why", "lacking"), [
-    ([True, True], 1, True, "", []), ([True], None, False, "", []), ([None, True], 1, True, "", []),
-    ([True, False], 1, False, "", ["the version has no state of rank 1"]),
-    ([True, False], 1, False, "it is damaged", ["it is damaged"]),
-    ([True, False, True], 0, True, "", ["rank 1 " + ALIKE]),
-    ([True, None, False, False], 0, True, "", ["2 ranks, rank 2 the first, " + ALIKE]),
-    ([False, False], 0, False, "", ["the version has no state of rank 0"]),
+    ([True, True], 1, True, "", {}), ([True], None, False, "", {"": "no rank was asked for"}),
+    ([None, True], 1, True, "", {}), ([True, False], 1, False, "", {"": "the version has no state of rank 1"}),
+    ([True, False], 1, False, "it is damaged", {"": "it is damaged"}),
+    ([True, False, True], 0, True, "", dict.fromkeys(recovery.ALIKE, "rank 1 " + ALIKE)),
+    ([True, None, False, False], 0, True, "",
+     dict.fromkeys(recovery.ALIKE, "2 ranks, rank 2 the first, " + ALIKE)),
+    ([False, False], 0, False, "", {"": "the version has no state of rank 0"}),
 ])
 def test_who_goes_on_without_a_state_of_its_own(
-    ranks: list[bool | None], own: int | None, has: bool, why: str, lacking: list[str]
+    ranks: list[bool | None], own: int | None, has: bool, why: str, lacking: dict[str, str]
 ) -> None:
     got = recovery._Got(state={"user": {}} if has else {}, why_no_state=why)
     assert recovery._lacking(given_by(*ranks), own, got) == lacking

@@ -139,18 +139,58 @@ class Wrong:
         raise RuntimeError("no")
 
 
-@pytest.mark.parametrize(("user", "scheduler", "why"), [
-    ({"a": {1}}, None, "user state['user']['a']: a builtins.set cannot be kept"),
-    ([], None, "user: a list is not a dict"), (None, Wrong(), "RuntimeError: no"),
-    ({"a": "x" * USER_BYTES}, None, "at most 1,048,576 are kept"),
+class Odd:
+    def state_dict(self) -> Any:
+        return {"seen": {1}}
+
+
+@pytest.mark.parametrize(("user", "scheduler", "path", "why"), [
+    ({"a": {1}, "b": 2}, None, "user['a']", "user state['user']['a']: a builtins.set cannot be kept"),
+    ([], None, "user", "user: a list is not a dict"), (None, Wrong(), "scheduler", "RuntimeError: no"),
+    (None, Odd(), "scheduler", "user state['scheduler']['seen']"),
+    ({"a": "x" * USER_BYTES, "b": 2}, None, "user['a']", "at most"), (lambda: 1 / 0, None, "user", "ZeroDivisionError"),
+    ({("odd", "key"): 1, "b": 2}, None, "user[('odd', 'key')]", "a key that is a tuple"),
 ])
-def test_what_cannot_be_kept_is_said_once_and_ends_nothing(user: Any, scheduler: Any, why: str) -> None:
+def test_what_cannot_be_kept_costs_nothing_else(user: Any, scheduler: Any, path: str, why: str) -> None:
     said: list[str] = []
-    keeper = Keeper(torch.optim.SGD([torch.zeros(1)], lr=1.0), scheduler)
+    scaler = torch.amp.GradScaler("cpu")
+    keeper = Keeper(torch.optim.SGD([torch.zeros(1)], lr=0.5), scheduler, scaler)
     for step in (20, 21):
-        assert keeper.give(user, step, 0, 2, said.append) is None
-        assert why in keeper.why and f"step {step} is without" in keeper.why
+        data = keeper.give(user, step, 0, 2, said.append)
+        assert why in keeper.why and f"step {step} is without" in keeper.why and data is not None
+        state = UserState.of(data, "x").state
+        assert list(state["missing"]) == [path] and why in state["missing"][path]
+        assert state["scaler"] == scaler.state_dict() and state["groups"][0]["lr"] == 0.5 and "torch" in state["rng"]
+        assert state.get("user", {}) == ({"b": 2} if path.startswith("user[") else state.get("user", {}))
+        assert "scheduler" not in state
     assert len(said) == 1 and why in said[0]
+    assert keeper.give({}, 22, 0, 2, said.append) is not None or scheduler is not None
+
+
+def test_a_rate_of_numpy_costs_no_state() -> None:
+    """As loops compute it that take the cosine from numpy."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step / 8))
+    optimizer.step()
+    schedule.step()
+    rate = optimizer.param_groups[0]["lr"]
+    assert type(rate) is np.float64
+    state = kept({"seen": np.int64(3)}, schedule, optimizer=optimizer)
+    assert state["groups"][0]["lr"] == rate and type(state["groups"][0]["lr"]) is float and state["user"] == {"seen": 3}
+    assert state["scheduler"]["_last_lr"] == [rate] and state["scheduler"]["last_epoch"] == 1
+
+
+def test_an_odd_option_of_a_group_costs_itself_alone() -> None:
+    class Rate(float):
+        """As some readers of configuration files give."""
+
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=Rate(0.25))
+    optimizer.param_groups[0] |= {"role": object(), "scale": np.float64(2.5)}
+    data = Keeper(optimizer).give(None, 1, 0, 2, lambda why: None)
+    assert data is not None
+    state = UserState.of(data, "x").state
+    assert (state["groups"][0]["lr"], state["groups"][0]["scale"]) == (0.25, 2.5)
+    assert list(state["missing"]) == ["groups[0]['role']"] and "role" not in state["groups"][0]
 
 
 def test_a_scheduler_that_steps_after_the_boundary_is_said() -> None:
@@ -202,9 +242,10 @@ def test_what_cannot_be_kept_costs_the_record_nothing(training, hand_node, caplo
     peer = joined(one, hand_node)
     asked(one, peer)
     one.iterate(user={"a": object})
+    assert peer.receive()[0]["type"] == "user"
     assert peer.expect("record")["iteration"] == 3 and one.attachment.state == "attached"
     assert "iteration" not in one.attachment.why and "user state['user']['a']" in one.attachment.why
-    assert "versions are without this rank's own state" in caplog.text
+    assert "versions are without a part of this rank's own state" in caplog.text
     one.iterate()
     assert peer.receive()[0]["type"] == "user" and one.attachment.why == ""
 
@@ -279,10 +320,10 @@ def test_parameters_of_meta_and_cpu_have_no_generators_of_their_own() -> None:
 def test_why_is_the_error_as_people_read_it() -> None:
     keeper, said = Keeper(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)), list[str]()
     assert keeper.why == ""
-    assert keeper.give([1], 20, 3, 4, said.append) is None  # type: ignore[arg-type]
+    assert keeper.give([1], 20, 3, 4, said.append) is not None  # type: ignore[arg-type]
     what = UserError("a list is not a dict", where="user", remedy='user={"loader": ...}').message()
-    assert said == [f"versions are without this rank's own state: {what}"]
-    assert keeper.why == f"step 20 is without this rank's own state: {what}"
+    assert said == [f"versions are without a part of this rank's own state: user: {what}"]
+    assert keeper.why == f"step 20 is without a part of this rank's own state: user: {what}"
 
 
 def test_what_the_script_adds_may_be_a_function_that_is_asked_each_time() -> None:
