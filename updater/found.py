@@ -15,7 +15,9 @@ from updater.optimizers import OptimizerSpec
 from updater.rounding_modes import RoundingMode
 from updater.store import Store
 
-__all__ = ["check_found", "describe"]
+__all__ = ["OWN", "check_found", "describe"]
+
+OWN = "own"  # what is said of a version is of that version alone, and not of those before it
 
 
 def describe(
@@ -29,7 +31,7 @@ def describe(
         "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": rounding.name,
         "torch_version": rounding.torch_version, "threads": rounding.threads,
         "corrections": {beta: dict(steps) for beta, steps in rounding.corrections.items()},
-        "optimizer": optimizer.to_dict(), "unproven": list(unproven), "start": start,
+        "optimizer": optimizer.to_dict(), "unproven": list(unproven), "start": start, "statuses": OWN,
     }
     return identity | plan(tensors, optimizer, buffers, tied, masters)
 

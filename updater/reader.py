@@ -16,11 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from updater.errors import ReplicaError
+from updater.found import OWN
 from updater.remarks import read
 from updater.slot import Version
 from updater.store import COMPLETE, Store
 
 __all__ = ["UNSAID", "PinnedVersion", "Reader"]
+
+VERIFIED, UNVERIFIED = "verified", "unverified"
 
 UNSAID = "the replica was written by a version of flowcheck that did not say what it leaves open"
 
@@ -30,11 +33,15 @@ class PinnedVersion(Version):
 
     def __init__(self, store: Store, index: int, step: int) -> None:
         super().__init__(store, index)
-        self.step = step
+        self._header, self.step = (lambda: store.slot_header(index)), step
         #: What the version was found to be when it was published, what nothing has shown of it, and how many checksums
         #: of the trainer had matched by then.
-        self.status, unproven, self.matches = _said(store, index)
+        self.status, unproven, self.matches = _said(store, index, step)
         self.unproven = (*_unproven(store), *unproven)
+
+    def is_there(self) -> bool:
+        """May it be read? False: its writer has found that something is wrong since before it was made."""
+        return self._header() == (COMPLETE, self.step)
 
 
 def not_mine(found: os.stat_result, others: int = 0o022) -> str:
@@ -116,13 +123,13 @@ class Reader:
     def statuses(self) -> dict[int, str]:
         """Step -> status of the complete versions at this moment, newest last. A pinned version's own is surer: a slot
         may be taken between two looks."""
-        return {step: _said(self._store, index)[0] for step, index in sorted(self._store.complete().items())}
+        return {step: _said(self._store, index, step)[0] for step, index in sorted(self._store.complete().items())}
 
     @property
     def matches(self) -> dict[int, int]:
         """Step -> checksums of the trainer that had matched when it was published, of the complete versions at this
         moment."""
-        return {step: _said(self._store, index)[2] for step, index in sorted(self._store.complete().items())}
+        return {step: _said(self._store, index, step)[2] for step, index in sorted(self._store.complete().items())}
 
     def is_there(self) -> bool:
         """Does the file still have its name? It loses it when its writer finds that it is wrong."""
@@ -173,9 +180,12 @@ def _unproven(store: Store) -> tuple[str, ...]:
     return (UNSAID,) if marks is None else tuple(map(str, marks))
 
 
-def _said(store: Store, index: int) -> tuple[str, tuple[str, ...], int]:
-    """Status, marks and matches of the version in a slot; where its writer said nothing of it, what holds for the
-    replica. One that is verified has matched once at least."""
+def _said(store: Store, index: int, step: int) -> tuple[str, tuple[str, ...], int]:
+    """Status, marks and matches of the version in a slot. Where its writer said nothing of it, it is verified only if
+    it is the very step that was marked so; and so it is in files of releases that said of every version that it was
+    verified once a checksum had matched. One that was verified there has matched once at least."""
     status, unproven, matches = read(store.remarks(index))
-    status = status or ("unverified" if store.verified is None else "verified")
-    return status, unproven, int(status == "verified") if matches is None else matches
+    matches = int(status == VERIFIED) if matches is None else matches
+    if not status or (status == VERIFIED and store.layout.get("statuses") != OWN):
+        status = VERIFIED if store.verified == step else UNVERIFIED
+    return status, unproven, max(matches, int(status == VERIFIED))

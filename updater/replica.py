@@ -7,7 +7,7 @@ Model:
     slot 2   PINNED    version t-1     a reader (persistence, recovery) has not finished with it
 
     FREE -> BUILDING -> COMPLETE <-> PINNED        build, publish, pin, last unpin
-             | |           `-> FREE                the oldest complete version makes room
+             | |           `-> FREE                the oldest complete version makes room, or one is withdrawn
              | `-> PARTIAL -> FREE                 hold; its successor is held or published, or it is abandoned
              `-> FREE                              discard: an iteration that was lost
 
@@ -179,6 +179,7 @@ class Replica:
         self.optimizer, self.rounding = spec, rounding
         self._store = store
         self._kept: tuple[int, ...] = ()
+        self._withdrawn: set[int] = set()  # slots that this process has pinned, and nobody else may any more
         self.refused = 0  # how often a slot was wanted and none was free
         self._current: Slot | None = None
         self._lock = threading.Lock()
@@ -361,6 +362,31 @@ class Replica:
         """Say in the file, for those who find it later, that the current version is equal to the trainer's."""
         self._store.mark_verified(self.current.step)
 
+    def withdraw(self) -> list[int]:
+        """Nobody can read versions any more that are newer than the last one that was marked verified, nor a partial
+        one: something is wrong since then. Returns their steps. Who has pinned one finds that it is gone
+        (updater/reader.py:PinnedVersion.is_there); its slot is used again when he lets go of it. Not while one is
+        built."""
+        if self.building is not None:
+            raise ReplicaError(f"step {self.building.step} is being built; discard it first")
+        self.abandon()
+        after = -1 if self._store.verified is None else self._store.verified
+        with self._lock:
+            gone = [slot for slot in self.slots if slot.step > after and self._is_whole(slot)]
+            for slot in sorted(gone, key=lambda slot: -slot.step):  # the newest first: whatever a kill leaves, is whole
+                if slot.state is SlotState.PINNED:
+                    self._withdrawn.add(slot.index)
+                    self._store.set_slot_header(slot.index, FREE, 0)
+                else:
+                    self._set_state(slot, SlotState.FREE)
+            left = [slot for slot in self.slots if self._is_whole(slot)]
+            self._current = max(left, key=lambda slot: slot.step, default=None)
+        return sorted(slot.step for slot in gone)
+
+    def _is_whole(self, slot: Slot) -> bool:
+        """Is it a version that may be read?"""
+        return slot.state in _WHOLE and slot.index not in self._withdrawn
+
     def discard(self, slot: Slot) -> None:
         """Throw a half-built version away. Work that no worker has begun is not done."""
         self._must_be_building(slot, "discarded")
@@ -402,13 +428,16 @@ class Replica:
                 slot.pins -= 1
                 if not slot.pins:
                     self._set_state(slot, SlotState.COMPLETE)
+                    if slot.index in self._withdrawn:
+                        self._withdrawn.discard(slot.index)
+                        self._set_state(slot, SlotState.FREE)
                 if lock is not None:
                     os.close(lock)
 
     @property
     def steps(self) -> list[int]:
         """Steps of the complete versions, newest last."""
-        return sorted(s.step for s in self.slots if s.state in _WHOLE)
+        return sorted(s.step for s in self.slots if self._is_whole(s))
 
     def keep(self, steps: Sequence[int]) -> None:
         """Reuse the slots of these steps last, the first of them last of all, until other ones are said.

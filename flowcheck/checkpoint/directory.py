@@ -33,6 +33,7 @@ from flowcheck import __version__
 from flowcheck.checkpoint.files import load_file, tensor_sha256, write_file
 from flowcheck.checkpoint.paths import opened, path_of, refuse
 from flowcheck.checkpoint.users import write_users
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.tensors import DTYPES
 from flowcheck.control.version import (
     HEAD,
@@ -45,6 +46,7 @@ from flowcheck.control.version import (
     digests,
     is_sealed,
     seal,
+    status_of,
 )
 from flowcheck.durable import (
     adopt,
@@ -54,15 +56,17 @@ from flowcheck.durable import (
     remove_left,
     remove_tree,
     reporting,
+    write_atomic,
     write_synced,
 )
-from flowcheck.errors import UserError
+from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import ModelEntry
+from flowcheck.job.version_status import DIVERGED
 
 __all__ = [
     "MANIFEST", "PARAMETERS_SCHEMA", "Loaded", "Meta", "check_replaceable", "load_init", "load_parameters", "load_step",
-    "parameters_path", "read_step_manifest", "step_manifest", "step_path", "tensor_sha256", "write_parameters",
-    "write_step",
+    "mark_diverged", "parameters_path", "read_step_manifest", "step_manifest", "step_path", "tensor_sha256",
+    "write_parameters", "write_step",
 ]
 
 PARAMETERS_SCHEMA = "flowcheck/parameters/1"
@@ -75,8 +79,8 @@ Check = Callable[[Path], None]
 class Meta:
     """What a checkpoint says about itself beyond its tensors.
 
-    status: "unverified" until enough trainer checksums matched, then "verified". unproven: marks of the
-    verdict (see flowcheck.rebuild.verdict); empty if every packet was checked. optimizer: name and groups in the
+    status: how far it is known to be the trainer's (flowcheck/job/version_status.py). unproven: marks of the verdict
+    (see flowcheck.rebuild.verdict); empty if every packet was checked. optimizer: name and groups in the
     job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in. shard: name
     of the group of ranks whose state it is. matches: trainer checksums that had matched when it was made. start: as of
     flowcheck.control.version.Version.
@@ -165,6 +169,37 @@ def write_parameters(
     return _write_directory(Path(out), parameters_path(out, step), {PARAMETERS: dict(parameters)}, head)
 
 
+def mark_diverged(out: str | os.PathLike[str], divergence: Divergence) -> list[int]:
+    """Say in the manifests of a run's steps that these versions may be wrong. Returns the steps, the newest first.
+    Raises EnvironmentProblem: some cannot be written to; the others were.
+
+    What is damaged, or was removed meanwhile, is left as it is.
+    """
+    marked: list[int] = []
+    failed: EnvironmentProblem | None = None
+    paths = {step_path(out, int(m[1])) for path in Path(out).glob("step-*")
+             if (m := re.fullmatch(r"step-(\d{1,15})", path.name))}
+    for path in sorted(paths, reverse=True):
+        try:
+            said = read_step_manifest(path)
+        except UserError:
+            continue
+        of = said["run_id"], said["epoch"], said.get("shard", ""), said["step"], status_of(said)
+        if not divergence.covers(*of) or said["status"] == DIVERGED:
+            continue
+        try:
+            came = (path / MANIFEST).stat().st_mtime_ns
+            write_atomic(path / MANIFEST, json.dumps(seal({**said, "status": DIVERGED}), indent=1).encode() + b"\n")
+            os.utime(path / MANIFEST, ns=(came, came))  # by which copies are ordered
+            marked.append(said["step"])
+        except (OSError, EnvironmentProblem) as error:
+            failed = error if isinstance(error, EnvironmentProblem) else EnvironmentProblem(
+                f"cannot be marked as diverged: {error.strerror}", where=str(path), remedy="remove it by hand")
+    if failed is not None:
+        raise failed
+    return marked
+
+
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Raises UserError if what lies there, if anything, is not a checkpoint."""
     path = Path(path)
@@ -239,6 +274,11 @@ def load_init(path: str | os.PathLike[str], model: Sequence[ModelEntry]) -> Load
     """
     path = path_of(path)
     loaded = load_step(path) if path.is_dir() else Loaded(0, load_file(path, None), {}, {})
+    if loaded.manifest.get("status") == DIVERGED:
+        raise UserError(
+            f"step {loaded.step} has diverged: a checksum of its trainer did not match after it was made",
+            where=str(path), remedy="an older step of that run, one that is verified",
+        )
     wrong = _differences(loaded.parameters, model)
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""

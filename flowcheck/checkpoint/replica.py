@@ -25,6 +25,7 @@ from flowcheck.checkpoint.paths import path_of, readable
 from flowcheck.control.messages import GROUP
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
+from flowcheck.job.version_status import VersionStatus
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 
@@ -40,12 +41,14 @@ class Replica:
     path: the replica file.
     step: updates applied since the start of the job.
     run_id, epoch: which run.
+    status: of this version (docs/reference/events.md).
     verified: the newest step that was found equal to the trainer's own state; None: none was compared.
     """
 
     def __init__(self, path: Path, reader: Reader, version: PinnedVersion, held: ExitStack) -> None:
         self.path, self.step, self.verified = path, version.step, reader.verified
         self.run_id, self.epoch = reader.run_id, reader.epoch
+        self.status = str(VersionStatus.of(version.status, version.step))
         self._version, self._rounding, self._reader = version, reader.rounding, reader
         self._close = weakref.finalize(self, held.close)
 
@@ -110,7 +113,7 @@ class Replica:
     def state_dict(self) -> dict[str, torch.Tensor]:
         """For `model.load_state_dict`: copies, every entry of the model in its order.
 
-        Raises UserError: it is closed, or its file was removed by now.
+        Raises UserError: it is closed, or its node has removed it by now.
         """
         self._check_good()
         state = {name: tensor.clone() for name, tensor in self._version.parameters.items()}
@@ -137,7 +140,7 @@ class Replica:
     def _check_good(self) -> None:
         if not self._close.alive:
             raise UserError("is closed", where=str(self.path), remedy="open it again, or read inside the with block")
-        if not self._reader.is_there():
+        if not self._reader.is_there() or not self._version.is_there():
             raise UserError(
                 "was removed since it was opened: its node found it to be wrong, or has a newer one, or has ended",
                 where=str(self.path), remedy="use nothing that was read from it, and open the newest: Replica.latest()",
@@ -153,7 +156,8 @@ class Replica:
 
     def __repr__(self) -> str:
         said = "no checksum compared" if self.verified is None else f"verified up to step {self.verified}"
-        return f"Replica(step {self.step} of run {self.run_id!r}, epoch {self.epoch}, {said}; {self.path})"
+        of = f"run {self.run_id!r}, epoch {self.epoch}"
+        return f"Replica(step {self.step} of {of}, {self.status}, {said}; {self.path})"
 
 
 def _holds(path: Path, run_id: str | None, epoch: int | None) -> bool:

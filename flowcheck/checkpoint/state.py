@@ -21,7 +21,9 @@ from flowcheck.checkpoint.directory import MANIFEST, load_parameters, load_step,
 from flowcheck.checkpoint.paths import path_of, readable, refuse
 from flowcheck.checkpoint.users import load_user, users_of
 from flowcheck.control.torch_state import torch_state
+from flowcheck.control.version import status_of
 from flowcheck.errors import UserError
+from flowcheck.job.version_status import DIVERGED
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -33,7 +35,9 @@ class Checkpoint:
     path: the directory it was read from.
     step: updates applied since the start of the job; step 20 is the state after iterations 0 to 19.
     run_id, epoch: which run.
-    status: "verified" if a checksum of the trainer matched, else "unverified".
+    status: "verified": its own checksums matched. "follows 96": those of step 96 did, and it was made from that without
+        a gap. "unverified": nothing was compared since it was begun. "diverged": a later checksum did not match, and it
+        may be wrong.
     unproven: what was not checked when it was rebuilt; empty if nothing is left open.
     parameters: every entry of the model in `state_dict` order, {name: tensor}.
     optimizer_state: {parameter: {torch's key: tensor}}.
@@ -104,8 +108,8 @@ class Checkpoint:
 def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint and check every hash of it.
 
-    path: a directory `step-NNNNNN` or `parameters-NNNNNN`, or the directory that holds them: then the newest step, or
-    where there is none the newest parameters.
+    path: a directory `step-NNNNNN` or `parameters-NNNNNN`, or the directory that holds them: then the newest step that
+    has not diverged, or where there is none the newest parameters. A step that has is read if it is named.
 
     Raises UserError that names file and tensor.
     """
@@ -116,7 +120,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     loaded = load_parameters(path) if alone else load_step(path)
     about = loaded.manifest
     return Checkpoint(
-        path, loaded.step, about["run_id"], about["epoch"], about["status"], tuple(about["unproven"]),
+        path, loaded.step, about["run_id"], about["epoch"], status_of(about), tuple(about["unproven"]),
         loaded.parameters, loaded.optimizer_state, {} if alone else about["optimizer"],
         "" if alone else about["rounding"], () if alone else tuple(users_of(about)), about["manifest_sha256"],
     )
@@ -129,8 +133,17 @@ def _newest(path: Path) -> Path:
     for kind in ("step", "parameters"):
         names = ((child, re.fullmatch(rf"{kind}-(\d+)(?:\.[0-9a-f]{{8}})?", child.name)) for child in path.iterdir())
         found = {int(m[1]): child for child, m in names if m and (child / MANIFEST).exists()}
-        if found:
-            return found[max(found)]
+        for step in sorted(found, reverse=True):
+            if kind == "parameters" or not _diverged(found[step]):
+                return found[step]
     raise UserError(
         "holds no checkpoint", where=str(path), remedy="give a directory step-NNNNNN, or one that holds some directly"
     )
+
+
+def _diverged(path: Path) -> bool:
+    """What cannot be read is said when it is."""
+    try:
+        return bool(read_step_manifest(path)["status"] == DIVERGED)
+    except UserError:
+        return False

@@ -32,9 +32,11 @@ import torch
 from flowcheck.checkpoint.directory import MANIFEST, Meta, step_manifest
 from flowcheck.checkpoint.files import FileStream
 from flowcheck.checkpoint.objects import Missing, Objects, StoreError
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.start import line_of
 from flowcheck.control.version import Version, seal, self_hash
 from flowcheck.errors import UserError
+from flowcheck.job.version_status import DIVERGED, VersionStatus
 
 __all__ = ["LATEST", "UNNAMED", "Entry", "Lane", "Rules", "expired", "read_entry", "user_object"]
 
@@ -131,7 +133,7 @@ class Lane:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._objects, self._name, self._moving, self._clock = objects, name, moving, clock
-        self._entries: dict[str, Entry] = {}  # that were read: a version does not change
+        self._entries: dict[str, Entry] = {}  # that were read: nobody else changes a version
 
     def write(
         self, step: int, files: Mapping[str, Mapping[str, torch.Tensor]], meta: Meta,
@@ -208,6 +210,22 @@ class Lane:
             self._objects.remove_all(folder)
             self._entries.pop(folder, None)
         return gone
+
+    def mark_diverged(self, divergence: Divergence) -> list[str]:
+        """Say in the manifests of these versions that they may be wrong; returns their folders. Raises StoreError."""
+        marked = []
+        for entry in self.entries()[0]:
+            one = entry.version
+            if VersionStatus.of(one.status).diverged or not divergence.covers(
+                    one.run_id, one.epoch, one.shard, one.step, one.status):
+                continue
+            document = seal({**entry.document, "status": DIVERGED})
+            text = json.dumps(document, indent=1).encode() + b"\n"
+            self._objects.replace(f"{entry.folder}/{MANIFEST}", text)
+            self._same(f"{entry.folder}/{MANIFEST}", text)
+            self._entries[entry.folder] = Entry(entry.folder, Version.of(document, entry.folder), document, text)
+            marked.append(entry.folder)
+        return marked
 
     def folders(self) -> Iterator[str]:
         """Those of versions and of attempts, as the store lists them."""

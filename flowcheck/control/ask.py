@@ -4,6 +4,7 @@
     offers = node.offers()                           what it has: memory, copies, disk, parity, store, newest first
     node.silent                                      of these, what did not say in time what it has
     node.withheld                                    why it does not offer others that it has
+    node.diverged                                    of which versions it has found that they may be wrong
     version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
     tensors = node.tensors(offers[0], version, MODEL, into={})
     for piece in node.pieces(offers[0], version, MODEL): ...      the same as bytes, a few MiB at a time
@@ -29,11 +30,12 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.pace import Pace
 from flowcheck.control.protocol import MAGIC
@@ -41,11 +43,12 @@ from flowcheck.control.receiving import RATE, SECONDS, AskError, Hashing, Receiv
 from flowcheck.control.start import Key, line_of
 from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places
 from flowcheck.control.user_state import USER_BYTES, UserState
-from flowcheck.control.version import STATUSES, Digest, Version
+from flowcheck.control.version import Digest, Version
 from flowcheck.errors import UserError
+from flowcheck.job.version_status import UNVERIFIED, VersionStatus
 
 __all__ = [
-    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "BusyError", "FullError",
+    "COPY", "DISK", "MEMORY", "OWN", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "BusyError", "FullError",
     "GoneError", "Node", "Offer", "order_of", "reader_key", "spans", "split",
 ]
 
@@ -53,6 +56,7 @@ MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
 # Of a node, the nearest first. A copy is of another node's version, in memory; from parity a version is made when it is
 # asked for.
 TIERS = (MEMORY, COPY, DISK, PARITY, STORE)
+OWN = "own"  # `statuses` of /v1/versions: what is said of a version is of that version alone
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 MOST_AGE = 1e12
 MOST_EPOCHS = 1 << 31
@@ -116,9 +120,9 @@ class Offer:
         if not sound or min(values["epoch"], values["step"], values["nbytes"]) < 0 or (
                 values["epoch"] >= MOST_EPOCHS or values["nbytes"] > MOST_NBYTES):
             raise AskError("lists a version that is not described", where=where)
-        if values["tier"] not in TIERS or values["status"] not in STATUSES or not (
-                values["id"].isascii() and values["id"].isalnum()):
-            raise AskError("lists a version of an unknown tier or status", where=where)
+        if values["tier"] not in TIERS or not (values["id"].isascii() and values["id"].isalnum()):
+            raise AskError("lists a version of an unknown tier, or without a name", where=where)
+        values["status"] = str(VersionStatus.of(values["status"], values["step"]))
         return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
                    age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0),
                    start=start if isinstance(start := said.get("start"), str) else "")
@@ -179,6 +183,7 @@ class Node:
         self.received = 0  # bytes of tensors
         self.silent: list[str] = []  # tiers
         self.withheld: list[str] = []  # reasons
+        self.diverged: list[Divergence] = []
         self.seconds = seconds
         self.answered = False  # ever, whatever it said
         self.failed: Counter[str] = Counter()  # by tier: how many versions proved bad, or could not be had
@@ -209,6 +214,7 @@ class Node:
         withheld = said.get("withheld", [])
         whys = [one.get("why") for one in withheld if isinstance(one, dict)] if isinstance(withheld, list) else []
         self.withheld = [" ".join(why[:MOST_WHY].split()) for why in whys[:1] if isinstance(why, str)]
+        self.diverged = Divergence.all_of(said.get("diverged"))
         self.epochs = {}
         for one in [*listed, *(withheld if isinstance(withheld, list) else [])]:
             run_id, epoch = (one.get("run_id"), one.get("epoch")) if isinstance(one, dict) else (None, None)
@@ -216,7 +222,11 @@ class Node:
                 if epoch >= MOST_EPOCHS:
                     raise AskError(f"lists an epoch that is none: {str(epoch)[:20]}", where=self.name)
                 self.epochs[run_id] = max(epoch, self.epochs.get(run_id, 0))
-        return [Offer.of(one, self.name) for one in listed]
+        offers = [Offer.of(one, self.name) for one in listed]
+        if said.get("statuses") == OWN:
+            return offers
+        # A release that says `verified` of every version once a checksum has matched.
+        return [replace(one, status=UNVERIFIED) if VersionStatus.of(one.status).verified else one for one in offers]
 
     def version(self, offer: Offer, release: bool = False) -> Version:
         """The manifest of what was offered. release: nothing else of it is wanted. Raises AskError."""

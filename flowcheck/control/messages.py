@@ -82,9 +82,11 @@ class Welcome:
 
 @dataclass
 class Refused:
-    """Node: why this connection ends."""
+    """Node: why this connection ends. final: this run is not taken again, and not to be tried again; left out where it
+    is not so, because trainers of earlier releases do not know it."""
 
     why: str
+    final: bool = False
 
 
 @dataclass
@@ -318,7 +320,7 @@ class Joined:
 
 @dataclass
 class Progress:
-    """Node: version after `iteration` is published. status: unverified, verified or diverged."""
+    """Node: version after `iteration` is published. status: of that version (flowcheck/job/version_status.py)."""
 
     iteration: int
     status: str

@@ -146,7 +146,10 @@ class Link:
              seconds: float = 10.0) -> None:
         """size: of the payload. seconds: for all of it, and as long again per 10 MB."""
         deadline = time.monotonic() + seconds * (1 + size / 1e7)
-        body = {"type": type(message).__name__.lower(), **vars(message)}
+        said = vars(message)
+        if isinstance(message, Refused) and not message.final:
+            said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
+        body = {"type": type(message).__name__.lower(), **said}
         text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         sent = 0
         with self._use():

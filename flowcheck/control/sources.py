@@ -39,6 +39,7 @@ from flowcheck.control.start import Key, naming, order
 from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.job.version_status import VersionStatus
 
 __all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "offers_of", "take"]
 
@@ -73,12 +74,12 @@ class Found:
 
     @property
     def versions(self) -> dict[Key, str]:
-        """What there is, and its status: verified where any holder knows that."""
-        out: dict[Key, str] = {}
+        """What there is, and its status: the best that any holder says, whose version is then taken (`fetch`)."""
+        out: dict[Key, VersionStatus] = {}
         for _, offer in self.places:
-            if out.get(offer.key) != "verified":
-                out[offer.key] = offer.status
-        return out
+            status = VersionStatus.of(offer.status)
+            out[offer.key] = max(out.get(offer.key, status), status)
+        return {key: str(status) for key, status in out.items()}
 
     def chosen(self, run_id: str | None, shard: str | None) -> tuple[str | None, str | None]:
         """What was asked for, or the only one there was: it stays that one, whatever is there later."""
@@ -158,7 +159,8 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
           for node in nodes for tier, count in node.failed.items() if count >= MOST_FAILED),
     )
     offered = [(node, offer) for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)
-               for offer in answer if node.failed[offer.tier] < MOST_FAILED]
+               for offer in answer if node.failed[offer.tier] < MOST_FAILED
+               and not VersionStatus.of(offer.status).diverged]
     run_id, of_run = _only("run_id", run_id, offered)
     said = shard
     shard, places = _only("shard", shard, of_run)
@@ -213,18 +215,19 @@ def choose(
 ) -> Key | None:
     """The version to take: the newest that everybody holds; None: there is none.
 
-    held: of each rank what it can have, and its status. step: only this one. prefer_verified: a version that is
-    verified for everybody is taken although it is so many steps older, of the same epoch. bad: not these. users: of
-    each rank the versions that have its own state; if there are some that have everybody's and are at most prefer_user
-    steps older, it is one of them. stood: versions of the look before, of which the one chosen could not be had. While
-    a job goes on the newest may be built over before it is asked for, each time; what still stands is taken then.
+    held: of each rank what it can have, and its status. What is `diverged` is never taken. step: only this one.
+    prefer_verified: a version whose own checksums matched for everybody is taken although it is so many steps older, of
+    the same epoch; one that only follows such a version is none. bad: not these. users: of each rank the versions that
+    have its own state; if there are some that have everybody's and are at most prefer_user steps older, it is one of
+    them. stood: versions of the look before, of which the one chosen could not be had. While a job goes on the newest
+    may be built over before it is asked for, each time; what still stands is taken then.
     Steps are compared within a line alone (start.py): that of the newest start is taken as long as there is anything of
     it that everybody holds. The epoch of what is returned may be newer than nodes say.
     """
     name = naming(held)
     bad, stood, *users = [set(map(name, keys)) for keys in (bad, stood, *users)]
-    held = _as_named(held, name)
-    common = set.intersection(*(set(one) for one in held)) - set(bad)
+    statuses = [_as_named(one, name) for one in held]
+    common = set.intersection(*({key for key, one in found.items() if not one.diverged} for found in statuses)) - bad
     common = {key for key in common if step is None or key[1] == step}
     if not common:
         return None
@@ -236,20 +239,18 @@ def choose(
 
     if whole := {key for key in near(prefer_user) if users and all(key in one for one in users)}:
         common, newest = whole, max(whole, key=order)
-    verified = [key for key in near(prefer_verified) if all(one[key] == "verified" for one in held)]
+    verified = [key for key in near(prefer_verified) if all(one[key].verified for one in statuses)]
     return max(verified, default=newest, key=order)
 
 
-def _as_named(held: Sequence[Mapping[Key, str]], name: Callable[[Key], Key]) -> list[dict[Key, str]]:
-    """A version that is verified under one of its names is verified."""
-    out: list[dict[Key, str]] = []
-    for one in held:
-        found: dict[Key, str] = {}
-        for key, status in one.items():
-            if found.get(name(key)) != "verified":
-                found[name(key)] = status
-        out.append(found)
+def _as_named(held: Mapping[Key, str], name: Callable[[Key], Key]) -> dict[Key, VersionStatus]:
+    """Of a version under several of its names the best status, as of several holders."""
+    out: dict[Key, VersionStatus] = {}
+    for key, text in held.items():
+        status = VersionStatus.of(text)
+        out[name(key)] = max(out.get(name(key), status), status)
     return out
+
 
 
 def fetch(
@@ -257,7 +258,8 @@ def fetch(
 ) -> Fetched:
     """The version `key`, from the nearest source of which every hash agrees.
 
-    ranks: whose own states are wanted of an offer; sources that have more of them come first.
+    Sources whose version is verified come first: bytes of others may differ. ranks: whose own states are wanted of an
+    offer; then come sources that have more of them.
     into: tensors of the model to receive into (Node.tensors). Raises NoSource that says of each source why not; then
     `into` holds anything. Raises UserError if `into` does not fit; then it is as it was, unless tensors in it share
     memory.
@@ -265,7 +267,8 @@ def fetch(
     began, passed = time.monotonic(), list(found.absent)
     received = 0
     tried = Counter[tuple[str, str]]()
-    for node, offer in sorted(found.of(key), key=lambda place: -len(ranks(place[1]))):
+    places = sorted(found.of(key), key=lambda at: (not VersionStatus.of(at[1].status).verified, -len(ranks(at[1]))))
+    for node, offer in places:
         tried[node.name, offer.tier] += 1
         if tried[node.name, offer.tier] > MOST_SAME:
             if tried[node.name, offer.tier] == MOST_SAME + 1:

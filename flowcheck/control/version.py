@@ -20,16 +20,17 @@ from typing import Any
 
 from flowcheck.control.tensors import DTYPES, TensorSpec, is_shape
 from flowcheck.errors import UserError
+from flowcheck.job.version_status import UNVERIFIED, VERIFIED, VersionStatus
 
 __all__ = [
-    "HEAD", "MODEL", "OPTIMIZER", "SCHEMA", "SCHEMAS", "STATUSES", "Digest", "Version", "check_fields", "digests",
-    "is_sealed", "odd_optimizer", "seal", "self_hash",
+    "HEAD", "MODEL", "OPTIMIZER", "SCHEMA", "SCHEMAS", "Digest", "Version", "check_fields", "digests", "is_sealed",
+    "odd_optimizer", "seal", "self_hash", "status_of",
 ]
 
-SCHEMA = "flowcheck/checkpoint/2"
-SCHEMAS = ("flowcheck/checkpoint/1", SCHEMA)  # that are read; the first has no shard
+SCHEMA = "flowcheck/checkpoint/3"
+# That are read. The first has no shard. The first two say `verified` of every version after a checksum that matched.
+SCHEMAS = ("flowcheck/checkpoint/1", "flowcheck/checkpoint/2", SCHEMA)
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
-STATUSES = ("unverified", "verified")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 NO_OPTIONS = {"params", "param_names"}  # which torch has in a group beside its options
 _FIELDS: dict[str, type] = {
@@ -56,7 +57,7 @@ class Version:
     run_id, epoch: which run, and which start of it.
     step: updates since the start of the job.
     shard: name of the group of ranks that hold it in common (attach's `group`); "" where a job has one.
-    status: "verified" once a checksum of the trainer matched, else "unverified".
+    status: how far it is known to be the trainer's (flowcheck/job/version_status.py).
     unproven: what nothing has shown; empty if nothing is left open.
     optimizer: name and groups as in the job manifest, with the options of the step that made this version; {}: none.
     rounding: the order of roundings that its updates were computed in.
@@ -111,7 +112,7 @@ class Version:
         if not is_sealed(document):
             raise _refuse("was changed after it was written (its own hash does not match)", where)
         # Those that are older do not say it.
-        document = {"shard": "", "matches": int(document.get("status") == "verified"), "start": "", **document}
+        document = {"shard": "", "matches": int(document.get("status") == VERIFIED), "start": "", **document}
         check_fields(document, _FIELDS, where)
         if set(document["files"]) != {MODEL, OPTIMIZER}:
             raise _refuse(f"files are not {MODEL} and {OPTIMIZER}", where)
@@ -121,7 +122,7 @@ class Version:
         if why := odd_optimizer(document["optimizer"]):
             raise _refuse(f"optimizer {why}", where)
         return cls(
-            document["run_id"], document["epoch"], document["step"], document["shard"], document["status"],
+            document["run_id"], document["epoch"], document["step"], document["shard"], status_of(document),
             tuple(document["unproven"]), document["optimizer"], document["rounding"], files, document["matches"],
             document["start"],
         )
@@ -135,8 +136,15 @@ def check_fields(document: Mapping[str, Any], names: Iterable[str], where: str) 
             raise _refuse(f"{name} is not what every version has", where)
     if min(document[name] for name in names if _FIELDS[name] is int) < 0:
         raise _refuse("epoch, step or matches is not what every version has", where)
-    if document["status"] not in STATUSES or not all(isinstance(mark, str) for mark in document["unproven"]):
-        raise _refuse("status or unproven is not what every version has", where)
+    if not all(isinstance(mark, str) for mark in document["unproven"]):
+        raise _refuse("unproven is not what every version has", where)
+
+
+def status_of(document: Mapping[str, Any]) -> str:
+    """What a checked manifest says of its version. `verified` was said of later ones too, before each had its own:
+    nobody knows whether it was that version that was compared."""
+    status = VersionStatus.of(document["status"], document["step"])
+    return UNVERIFIED if status.verified and document["schema"] in SCHEMAS[:-1] else str(status)
 
 
 def seal(document: dict[str, Any]) -> dict[str, Any]:

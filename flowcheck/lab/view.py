@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from flowcheck.job.version_status import FOLLOWS, VERIFIED, kind_of
 from flowcheck.lab.compare import Ledger, Row
 from flowcheck.tables import Column, table, width_of
 
@@ -22,6 +23,7 @@ __all__ = ["Screen", "columns", "healed_by"]
 
 ROWS = 14
 SECONDS = 0.3
+COMPARED = (VERIFIED, FOLLOWS)
 COLORS = {"equal": "green", "differs": "bold red", "not published": "yellow", "waiting": "dim", "no state yet": "dim"}
 HEADS = ("step", "loss", "packets", "placed", "lost", "healed by", "dup", "behind", "replica")
 
@@ -88,7 +90,7 @@ def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
         *(_number(value) for value in (status.get("packets"), status.get("placed"), lost)), healed_by(status),
         *(_number(value) for value in (status.get("duplicates"), status.get("lag"))),
         row.verdict + (f": {row.why}" if row.why and row.verdict != "waiting" else "")
-        + (", verified" if row.verdict == "equal" and status.get("status") == "verified" else ""),
+        + (f", {status['status']}" if row.verdict == "equal" and kind_of(status.get("status", "")) in COMPARED else ""),
     )
 
 

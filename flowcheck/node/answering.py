@@ -31,6 +31,7 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
 from flowcheck.node.beside import begun
 from flowcheck.node.board import Glance
+from flowcheck.node.divergences import Notices
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
 from flowcheck.node.parity_shelf import OTHERS_SECONDS, ParityShelf, Placed, StreamShelf
 from flowcheck.node.sending import Offering
@@ -167,8 +168,11 @@ def main() -> int:
         streams = StreamShelf(directory)
     if store := said["store"]:
         shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]), needs=needs)
+    notices = Notices(Path(said["replicas"]), said["node"])
+    for shelf in shelves.values():
+        shelf.notices = notices
     glance = Glance(said["board"]) if said["board"] >= 0 else None
-    server = server_of(make_app(shelves, lambda: settings.keys, glance, streams), settings.listening())
+    server = server_of(make_app(shelves, lambda: settings.keys, glance, streams, notices), settings.listening())
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
     gc.collect()
     gc.freeze()  # what stays: it is not looked through each time

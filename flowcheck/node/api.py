@@ -44,12 +44,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flowcheck import __version__
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
 from flowcheck.control.ask import COPY, DISK, MEMORY
+from flowcheck.control.ask import OWN as OF_ITS_OWN
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.allocator import give_back
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
+from flowcheck.node.divergences import Notices
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
 from flowcheck.node.parity_shelf import ROW, StreamShelf
 from flowcheck.node.sending import FromMemory
@@ -73,11 +75,11 @@ _PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", char
 
 def make_app(
     shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys], glance: Glance | None = None,
-    streams: StreamShelf | None = None,
+    streams: StreamShelf | None = None, notices: Notices | None = None,
 ) -> ASGIApp:
     """shelves: by tier. keys: those that are accepted now, each with the roles that show it; one text is of all.
-    glance: at what the node tells of itself. streams: of parity, if it keeps any."""
-    return _Guard(_Api(shelves, glance, streams).app, keys)
+    glance: at what the node tells of itself. streams: of parity, if it keeps any. notices: of what has diverged."""
+    return _Guard(_Api(shelves, glance, streams, notices).app, keys)
 
 
 def may(path: str) -> Collection[str]:
@@ -138,9 +140,10 @@ def _key(shown: bytes) -> bytes:
 
 class _Api:
     def __init__(
-        self, shelves: Mapping[str, Shelf], glance: Glance | None = None, streams: StreamShelf | None = None
+        self, shelves: Mapping[str, Shelf], glance: Glance | None = None, streams: StreamShelf | None = None,
+        notices: Notices | None = None,
     ) -> None:
-        self._tiers, self._streams = tuple(shelves), streams
+        self._tiers, self._streams, self._notices = tuple(shelves), streams, notices
         self._shelves = {**shelves, **({ROW: streams} if streams is not None else {})}
         self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in self._shelves}
         self._looks: dict[str, tuple[float, asyncio.Future[list[Holding]]]] = {}  # by tier: since when one is under way
@@ -214,7 +217,10 @@ class _Api:
 
     async def _versions(self, request: Request) -> Response:
         offers, withheld, absent = await self._look()
-        return JSONResponse({"versions": offers, "withheld": withheld, "absent": absent})
+        diverged = [asdict(one) for one in self._notices.all] if self._notices is not None else []
+        return JSONResponse({
+            "versions": offers, "withheld": withheld, "absent": absent, "statuses": OF_ITS_OWN, "diverged": diverged,
+        })
 
     async def _pieces(self, request: Request) -> Response:
         offers, _, absent = await self._look([tier for tier in self._tiers if tier in OWN])
@@ -228,7 +234,8 @@ class _Api:
         if asked:
             await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
         absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
-        offers = [one.offer for tier, task in asked.items() if tier not in absent for one in task.result()]
+        offers = [self._shelves[tier].judged(one.offer) for tier, task in asked.items() if tier not in absent
+                  for one in task.result()]
         order = list(asked)
         offers.sort(key=lambda offer: (-offer.epoch, -offer.step, order.index(offer.tier)))
         whys = [(offer, self._shelves[offer.tier].withheld(offer)) for offer in offers]

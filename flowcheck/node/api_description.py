@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from flowcheck import __version__
@@ -15,7 +16,27 @@ _WHY = {"type": "object", "required": ["why"], "properties": {"why": {"type": "s
 _OFFER = {"$ref": "#/components/schemas/Offer"}
 _WITHHELD = {
     "type": "array", "items": {"allOf": [_OFFER, _WHY]},
-    "description": "Versions that are there and are not offered before enough checksums of the trainer have matched.",
+    "description": "Versions that are there and are not offered: not enough checksums of the trainer have matched, or"
+                   " they have diverged.",
+}
+_STATUS = {
+    "type": "string", "pattern": "^(verified|follows [0-9]+|unverified|diverged)$",
+    "description": "Of this version alone. verified: its own checksums matched. follows N: those of step N did, and it"
+                   " was made from that without a gap. unverified: nothing was compared since its chain began."
+                   " diverged: a later checksum did not match.",
+}
+_DIVERGED = {
+    "type": "array", "description": "Which versions may be wrong: of a run, epoch and shard those of the steps after"
+                                    " `after` up to `last`, but for those that are verified. Whoever has copies of them"
+                                    " drops them.",
+    "items": {"type": "object", "required": ["run_id", "epoch", "shard", "after", "last"], "properties": {
+        "run_id": {"type": "string"}, "epoch": {"type": "integer"}, "shard": {"type": "string"},
+        "after": {"type": "integer", "minimum": -1}, "last": {"type": "integer"},
+    }},
+}
+_MORE = {
+    "statuses": {"const": "own", "description": "What is said of a version is of that version alone."},
+    "diverged": _DIVERGED,
 }
 _ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcdps][0-9a-f]{31}$"}}
@@ -73,7 +94,7 @@ def describe(open_path: str) -> dict[str, Any]:
             "/v1/status": _get("The newest version of each run, shard and tier.",
                                {"200": _answer("What is newest.", _list("newest"))}),
             "/v1/versions": _get("Every version that can be had at this moment, newest first.",
-                                 {"200": _answer("What there is.", _list("versions"))}),
+                                 {"200": _answer("What there is.", _list("versions", _MORE))}),
             "/v1/versions/{id}/manifest.json": _get(
                 "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
                 {
@@ -123,7 +144,8 @@ def describe(open_path: str) -> dict[str, Any]:
             },
             "schemas": {"Offer": {
                 "type": "object", "required": [*_TYPES, "user", *_AGE],
-                "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER} | _AGE,
+                "properties": {name: {"type": kind} for name, kind in _TYPES.items()}
+                | {"status": _STATUS, "user": _USER} | _AGE,
             }},
         },
     }
@@ -141,6 +163,6 @@ def _get(summary: str, answers: Mapping[str, Any], parameters: Sequence[Any] = (
     }}
 
 
-def _list(name: str) -> dict[str, Any]:
-    properties = {name: {"type": "array", "items": _OFFER}, "withheld": _WITHHELD, "absent": _ABSENT}
+def _list(name: str, more: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    properties = {name: {"type": "array", "items": _OFFER}, "withheld": _WITHHELD, "absent": _ABSENT, **more}
     return {"type": "object", "required": [*properties], "properties": properties}

@@ -175,7 +175,7 @@ class ControlServer:
                 _Connection(link, hello, self._group_of).run()
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)
-            _part(link, error.what)
+            _part(link, error.what, isinstance(error, FinalRefusal))
         except FlowcheckError as error:  # its group cannot be started: placing threads, a port
             self._say("problem", why=f"{link.peer} cannot be served: {error.message()}")
             _part(link, "; ".join(line.strip() for line in error.message().splitlines()))
@@ -225,9 +225,13 @@ class _Stranger:
     said: float = -math.inf
 
 
-def _part(link: Link, why: str) -> None:
+class FinalRefusal(RecordsError):
+    """A run that is not taken any more."""
+
+
+def _part(link: Link, why: str, final: bool = False) -> None:
     try:
-        link.send(Refused(why), seconds=1.0)
+        link.send(Refused(why, final), seconds=1.0)
     except RecordsError:
         pass
 
@@ -247,8 +251,11 @@ class _Connection:
         group = self._group_of(hello.group)
         if isinstance(group, str):
             raise RecordsError(group, where=link.peer)
-        member = RankSession(hello.rank, self._send, self._end)
-        why = group.join((hello.run_id, hello.epoch, hello.ranks), member, hello.instance)
+        member = RankSession(hello.rank, self._send, self._end, refuse=partial(self._end, final=True))
+        run = hello.run_id, hello.epoch, hello.ranks
+        if why := group.refused(run):
+            raise FinalRefusal(why, where=link.peer)
+        why = group.join(run, member, hello.instance)
         if why:
             raise RecordsError(why, where=link.peer)
         self._group = group
@@ -334,8 +341,9 @@ class _Connection:
         except queue.Full:
             self._link.close()  # it does not read: it will have to come again
 
-    def _end(self, why: str) -> None:
-        self._send(Refused("; ".join(line.strip() for line in why.splitlines())))  # texts of messages have one line
+    def _end(self, why: str, final: bool = False) -> None:
+        text = "; ".join(line.strip() for line in why.splitlines())  # texts of messages have one line
+        self._send(Refused(text, final))
         self._send(None)
 
     def _write(self) -> None:

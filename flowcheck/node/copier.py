@@ -37,10 +37,12 @@ from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.pace import Pace
 from flowcheck.control.sources import addresses
 from flowcheck.control.start import line_of, order
 from flowcheck.control.tls import client_context
+from flowcheck.control.version import status_of
 from flowcheck.durable import came_last, remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
@@ -78,6 +80,7 @@ class _Copy:
     line: str  # of control/start.py
     nbytes: int
     came: int  # ns
+    status: str
 
 
 class Copier:
@@ -170,6 +173,8 @@ class Copier:
             offers = node.offers()
         finally:
             node.close()
+        for divergence in node.diverged:
+            self._drop(node, divergence)
         for shard in sorted({offer.shard for offer in offers}):
             offer = self._due(node, [one for one in offers if one.shard == shard])
             if offer is None or ending():
@@ -193,6 +198,15 @@ class Copier:
         lane = self._lane(node, offer.shard)
         key, line = (offer.run_id, offer.epoch, offer.step), line_of(offer.start)
         return None if any((copy.key, copy.line) == (key, line) for copy in _copies(lane)) else offer
+
+    def _drop(self, node: Node, divergence: Divergence) -> None:
+        """Copies of versions of which their node has found that they may be wrong."""
+        for copy in _copies(self._lane(node, divergence.shard)):
+            run_id, epoch, step = copy.key
+            if divergence.covers(run_id, epoch, divergence.shard, step, copy.status):
+                remove_tree(copy.path)
+                self._say("removed", name=divergence.shard, run_id=run_id, step=step, path=str(copy.path),
+                          why=f"it has diverged: {node.name} found that a checksum of the trainer did not match")
 
     def _lane(self, node: Node, shard: str) -> Path:
         return lane_of(self._directory, node.name, shard)
@@ -257,7 +271,8 @@ def _copies(lane: Path) -> list[_Copy]:
             manifest = json.loads((path / MANIFEST).read_bytes())
             nbytes = sum(int(entry["bytes"]) for entry in manifest["files"].values())
             found.append(_Copy(path, (manifest["run_id"], manifest["epoch"], manifest["step"]),
-                               line_of(manifest.get("start", "")), nbytes, (path / MANIFEST).stat().st_mtime_ns))
+                               line_of(manifest.get("start", "")), nbytes, (path / MANIFEST).stat().st_mtime_ns,
+                               status_of(manifest)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # removed meanwhile, or somebody else's
     return sorted(found, key=lambda copy: copy.came)

@@ -100,6 +100,9 @@ class Copying(Beside):
                 self._say("fallback", run_id=said["run_id"], shards=said["shards"], step=said["step"], why=said["why"])
             case "restored":
                 self._say("restored", epoch=said["epoch"], since=said["since"])
+            case "removed":
+                self._say("removed", name=name, run_id=said["run_id"], step=said["step"], path=said["path"],
+                          why=said["why"])
             case "problem":
                 self._say("problem", name=name, why=said["why"])
 

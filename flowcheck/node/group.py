@@ -43,9 +43,11 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
+from flowcheck.job.version_status import DIVERGED, FOLLOWS, VERIFIED, VersionStatus
 from flowcheck.node.assigning import WHY, Assigning, withheld
 from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.divergences import Divergences
 from flowcheck.node.ledger import Ledger
 from flowcheck.node.lines import closed_fields, line
 from flowcheck.node.live import LiveSession, wind_up
@@ -109,6 +111,7 @@ class Group(Membership):
         for path, why in sorted(self.files.foreign.items()):
             self._say("problem", why=f"{path}: {why}; it is left alone. Remove it, or run the node as that user")
         self._shadow = Shadow(config.shadow, self._say)
+        self._divergences = Divergences(config.replica.directory, config.name, name, self._say)
         self._standing = Standing(self.files, self._say)
         self._users = UserStates(self._say)
         self._ledger = Ledger(self._say)
@@ -125,6 +128,10 @@ class Group(Membership):
     def announce(self, member: RankSession, iteration: int) -> None:
         """A state's header has come; its payload follows."""
         self.put(Inbound(member, State(iteration)))
+
+    def refused(self, run: tuple[str, int, int]) -> str:
+        """Why a run is not taken any more, "": it is."""
+        return self._divergences.refused(run)
 
     # -- the thread --
 
@@ -188,6 +195,8 @@ class Group(Membership):
 
     def _ask_again(self) -> None:
         """What had to wait: for its time, or for the session to be through with what ended its versions."""
+        if self._divergences.refusing:
+            self._refuse(self._divergences.refusing)
         self._asking.again()
         outnumbered = self._is_outnumbered()
         if not self._due and not self._moved and not outnumbered:
@@ -204,6 +213,16 @@ class Group(Membership):
         self._say("problem", why=error.message())
         for member in list(self.members.values()):
             member.end(error.message())
+
+    def _refuse(self, why: str) -> None:
+        """The run is not followed any more; what of it was verified stays."""
+        self._divergences.refusing = ""
+        if self._session is not None:
+            job = self._session.plan.job
+            self._say("job_refused", run_id=job.run_id, epoch=job.epoch, serves=self._session.serves, why=why)
+        self._drop_session()
+        for member in list(self.members.values()):
+            (member.refuse or member.end)(why)
 
     def _look_for_ranks(self) -> None:
         if (found := self.absent()) and self.run is not None:
@@ -311,6 +330,9 @@ class Group(Membership):
             run, manifest, own_id, instance = self.run, self._manifest, self._own_id, self._instances.get(0, "")
         if run is None or manifest is None:
             return
+        if why := self._divergences.refused(run, own_id):
+            self._refuse(why)
+            return
         body = dict(manifest.job)
         if not body.get("flows"):
             with self._lock:
@@ -349,6 +371,9 @@ class Group(Membership):
         settings = self._config.replica
         self._job, self._clock = body, Clock(manifest.first)
         self._settled, self._persisted = False, threading.Event()
+        self._divergences.begins(run, job, self._clock.before(0), start or f"/{self._followed}", own_id)
+        if left is not None and left.verified is not None:
+            self._divergences.verified(left.verified)
         resync = self._resync = Resync(settings, plan, lambda: self.members)
         self._session = LiveSession(
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
@@ -477,20 +502,24 @@ class Group(Membership):
         assert session is not None
         number = self._clock.number(closed.iteration)
         if closed.published and session.replica is not None:
+            verified = VersionStatus.of(closed.status).verified
+            if verified:
+                self._divergences.verified(session.replica.step)
             self._standing.first(session.plan.job, session.replica.step)
             self._shadow.published(session.replica.step, session.matches)
             self._users.published(session.replica.steps)
             self._hash(number, session.replica)
             output = self._config.output
             if output.every and session.replica.step % output.every == 0:
-                out = output.directory / self.name / run_folder(session.plan.job.run_id, session.plan.job.epoch)
-                done = self._persisted.set if closed.status == "verified" else None
+                out = self._folder(session.plan.job)
+                done = self._persisted.set if verified else None
                 named = self.files.named
                 users = partial(self._users.gathered, named, session.replica.step) if named is not None else None
                 self._writer.write(self.name, session.replica, out, closed.status, done, closed.unproven, users,
                                    session.matches)
             persisted = not output.every or self._persisted.is_set()
-            if closed.status == "verified" and self._shadow.trusts and not self._settled and persisted:
+            sound = VersionStatus.of(closed.status).kind in (VERIFIED, FOLLOWS)
+            if sound and self._shadow.trusts and not self._settled and persisted:
                 self._settled = True
                 self._standing.settle(session.plan.job)
             self._tell(Progress(number, closed.status))
@@ -525,6 +554,8 @@ class Group(Membership):
         session, why = self._session, lost.why
         assert session is not None
         self._shadow.has(session.matches)
+        if lost.diverged is not None:
+            self._diverged(session, lost.diverged, why)
         if lost.withdrawn:
             self.files.discard()
         if not self._by_ranges:
@@ -533,7 +564,18 @@ class Group(Membership):
         if drops:
             why += f"; since its state the node itself has dropped {self._port.explain(drops)}"
         self._say("lost", why=why, serves=session.serves, dropped=drops)
-        self._asking.ask(f"checkpoint wanted: {why}")
+        if not self._divergences.refusing:
+            self._asking.ask(f"checkpoint wanted: {why}")
+
+    def _diverged(self, session: LiveSession, step: int, why: str) -> None:
+        """Versions after the last verified one may be wrong: nobody gets them any more."""
+        job, found = session.plan.job, self._divergences.diverged(step, why)
+        self._writer.withdraw(self.name, self._folder(job), found)
+        self._tell(Progress(Clock().made(step), DIVERGED))
+
+    def _folder(self, job: Job) -> Path:
+        """Of its checkpoints on disk."""
+        return self._config.output.directory / self.name / run_folder(job.run_id, job.epoch)
 
     def _keep_common(self, session: LiveSession) -> None:
         """Other groups of the job hear what this one has, and what they have decides which slots are reused last."""

@@ -32,7 +32,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ from flowcheck.control.tensors import TensorSpec, header, memory
 from flowcheck.control.user_state import USER_BYTES
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.version_status import DIVERGED, VersionStatus
+from flowcheck.node.divergences import Notices
 from flowcheck.node.hashing import Hashers, Work
 from flowcheck.node.shadow import withheld
 from flowcheck.node.user_states import rank_file, ranks_in, user_folder
@@ -238,6 +240,10 @@ class _InMemory(Held):
         self._kept[offer.id] = text = json.dumps(document).encode()
         return text
 
+    def is_gone(self) -> bool:
+        """Also a version alone: it has diverged."""
+        return super().is_gone() or (self._pinned is not None and not self._pinned.is_there())
+
     def _let_go(self) -> Gone:
         return Gone("was let go before it was hashed", where=f"step {self.offer.step}")
 
@@ -277,6 +283,11 @@ class _OnDisk(Held):
             self.close()
             raise Gone(f"cannot be read: {error.strerror}", where=str(self.path)) from None
 
+    def is_gone(self) -> bool:
+        """Also where its manifest says something else by now: it has diverged."""
+        opened = self._open.get(MANIFEST)
+        return super().is_gone() or (opened is not None and os.fstat(opened).st_ino != inode_of(self.path / MANIFEST))
+
     def manifest(self) -> bytes:
         return self.read(MANIFEST, 0, self.size(MANIFEST))
 
@@ -310,6 +321,7 @@ class Shelf:
     bytes that are read at once, 0: as many as usual."""
 
     piece = 0
+    notices: Notices | None = None  # of versions that have diverged
 
     def __init__(self, now: Callable[[], float] = time.monotonic, needs: int = 0) -> None:
         self._now, self._needs = now, needs
@@ -326,6 +338,9 @@ class Shelf:
     def hold(self, id: str) -> Held:
         """Pin a version, or touch one that is held. Raises Gone, Pressed, Withheld."""
         self.expire()
+        if id in self._held and (why := self.withheld(self._held[id].offer)):  # it has been found meanwhile
+            self._held.pop(id).close()
+            raise Withheld(why)
         if id not in self._held:
             holding = next((one for one in self.known() if one.offer.id == id), None)
             if holding is None:
@@ -347,7 +362,14 @@ class Shelf:
 
     def withheld(self, offer: Offer) -> str:
         """Why it is not offered, "": it is."""
-        return withheld(offer, self._needs)
+        return withheld(self.judged(offer), self._needs)
+
+    def judged(self, offer: Offer) -> Offer:
+        """With what has been found of it since it was made."""
+        if self.notices is None or not self.notices.cover(
+                offer.run_id, offer.epoch, offer.shard, offer.step, offer.status):
+            return offer
+        return replace(offer, status=DIVERGED)
 
     def _pin(self, holding: Holding) -> Held:
         raise NotImplementedError
@@ -402,7 +424,8 @@ class MemoryShelf(Shelf):
         for step, status in reader.statuses.items():
             steps, at = None if heard is None else max(heard - step, 0), times.get(step)
             yield Holding(Offer(
-                id_of(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes,
+                id_of(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard,
+                str(VersionStatus.of(status, step)), reader.nbytes,
                 spans(ranks_in(user_folder(key[0], step))), steps, None if at is None else round(max(now - at, 0.0), 3),
                 matches.get(step, 0), reader.start,
             ), *key)
@@ -438,17 +461,17 @@ class DiskShelf(Shelf):
     ) -> None:
         super().__init__(now, needs)
         self._directory, self._tier = directory, tier
-        self._steps: dict[tuple[Path, int], Offer | None] = {}  # a directory that is whole stays as it is
+        self._steps: dict[tuple[Path, int, int], Offer | None] = {}  # by what changes when its manifest does
 
     def look(self) -> list[Holding]:
-        seen: dict[tuple[Path, int], Offer | None] = {}
+        seen: dict[tuple[Path, int, int], Offer | None] = {}
         for depth in ("*/epoch-*/step-*", "*/*/epoch-*/step-*"):
             for path in self._directory.glob(depth):
                 if inode := inode_of(path):
-                    key = path, inode
+                    key = path, inode, inode_of(path / MANIFEST)
                     seen[key] = self._steps[key] if key in self._steps else _offered(path, inode, self._tier)
         self._steps = seen
-        return _sorted(Holding(offer, *key) for key, offer in seen.items() if offer is not None)
+        return _sorted(Holding(offer, *key[:2]) for key, offer in seen.items() if offer is not None)
 
     def _pin(self, holding: Holding) -> Held:
         return _OnDisk(holding, self._now())

@@ -23,6 +23,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.tensors import packed
 from flowcheck.control.version import Version
 from flowcheck.durable import make_directory, remove_tree, write_atomic
@@ -150,6 +151,16 @@ class Journal:
             for number in self._numbers(prefix):
                 if number <= last:
                     (self.folder / f"{prefix}{number:012d}").unlink(missing_ok=True)
+
+    def withdraw(self, divergence: Divergence) -> None:
+        """These steps are not made again: their source has found that they may be wrong."""
+        for step in self.steps:
+            try:
+                one = self.version(step)
+            except UserError:
+                continue  # which cannot be made, either
+            if divergence.covers(one.run_id, one.epoch, one.shard, step, one.status):
+                (self.folder / f"hashes-{step:012d}").unlink(missing_ok=True)
 
     def _numbers(self, prefix: str) -> list[int]:
         found = (path.name.removeprefix(prefix) for path in self.folder.glob(f"{prefix}*"))

@@ -29,6 +29,7 @@ from urllib.parse import quote, unquote
 import torch
 
 from flowcheck.control.ask import MEMORY, AskError, Node, Offer
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.protocol import (
     PEER_BYTES,
     PEER_SECONDS,
@@ -91,6 +92,7 @@ class Journaling:
         self._ending = threading.Event()
         self._groups: dict[str, _Group] = {}
         self._said, self._seen = "", time.monotonic()
+        self._withdrawn: set[Divergence] = set()  # what its source has said of steps that diverged
         self._made: dict[Path, tuple[int, float]] = {}  # by run: the step that was tried last, and when again
         self._thread = threading.Thread(target=self._main, daemon=True, name=f"flowcheck journal {name}")
 
@@ -132,6 +134,10 @@ class Journaling:
         try:
             offers = [one for one in node.offers() if one.tier == MEMORY]
             self._seen = time.monotonic()
+            for divergence in set(node.diverged) - self._withdrawn:
+                lane = lane_of(self._directory, self._name, divergence.shard)
+                Journal(lane / run_folder(divergence.run_id, divergence.epoch) / FOLDER).withdraw(divergence)
+            self._withdrawn = set(node.diverged)
             for shard in sorted({one.shard for one in offers}):
                 newest = youngest([one for one in offers if one.shard == shard])
                 folder = lane_of(self._directory, self._name, shard) / run_folder(newest.run_id, newest.epoch) / FOLDER

@@ -18,16 +18,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from flowcheck.job.version_status import DIVERGED, FOLLOWS, UNVERIFIED, VERIFIED, kind_of
 from flowcheck.node.tally import BUCKETS, CONDITIONS, STAGES
 from flowcheck.rebuild.merger import SOURCES
 from flowcheck.rebuild.verdict import Clause
 
 __all__ = ["METRICS", "MISSING", "STATUSES", "Kind", "exposition"]
 
-STATUSES = ("waiting", "unverified", "verified", "parameters", "lost", "diverged")
+# Of a group: by the kind of its newest version's status, whichever step that follows.
+STATUSES = ("waiting", UNVERIFIED, FOLLOWS, VERIFIED, "parameters", "lost", DIVERGED, "refused")
 # By which cause elements are missing (flowcheck/rebuild/evidence.py, and iterations that were given up).
 MISSING = ("disagreed", "not_mirrored", "icrc", "unanchored", "disagreement", "lost", "overload")
-ALERTED = ("problem", "refused", "moved")  # events that alert rules count
+ALERTED = ("problem", "refused", "moved", "job_refused")  # events that alert rules count
 CELL = 8  # bytes
 Document = Mapping[str, Any]
 Samples = Iterable[tuple[list[str], Any]]
@@ -183,6 +185,8 @@ METRICS: tuple[Kind, ...] = (
     Kind("flowcheck_last_complete_step", "gauge", (), "Step of the newest version that was published", _ages),
     Kind("flowcheck_last_complete_step_timestamp_seconds", "gauge", (),
          "When it was published, in seconds since 1970", _when("step_time")),
+    Kind("flowcheck_last_verified_step", "gauge", (), "Step of the newest version whose own checksums matched",
+         lambda of: [([], of["verified"])] if of["verified"] is not None else []),
     Kind("flowcheck_common_step", "gauge", (), "Newest step that all groups of its job have which are not apart",
          _common(lambda common: common["step"])),
     Kind("flowcheck_apart_groups", "gauge", (), "Groups of its job that are too far behind it",
@@ -190,8 +194,8 @@ METRICS: tuple[Kind, ...] = (
     Kind("flowcheck_lag_iterations", "gauge", (), "Newest step record minus newest version", _one("lag")),
     Kind("flowcheck_checksum_matches", "gauge", (),
          "Checksums of the trainers that have matched in this run; a mismatch makes it 0", _one("matches")),
-    Kind("flowcheck_replica_status", "gauge", ("status",), "1 for the status of the versions, else 0",
-         lambda of: [([status], int(of["status"] == status)) for status in STATUSES]),
+    Kind("flowcheck_replica_status", "gauge", ("status",), "1 for the status of the newest version, else 0",
+         lambda of: [([status], int(kind_of(of["status"]) == status)) for status in STATUSES]),
     Kind("flowcheck_condition", "gauge", ("condition",), "1 while it holds, else 0",
          lambda of: [([name], int(name in of["since"])) for name in CONDITIONS]),
     Kind("flowcheck_slack_seconds", "gauge", (),

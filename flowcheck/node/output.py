@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from flowcheck.checkpoint.directory import tensor_sha256
+from flowcheck.checkpoint.directory import mark_diverged, tensor_sha256
+from flowcheck.control.divergence import Divergence
 from flowcheck.durable import check_writable, reporting
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.config import Output
@@ -193,6 +194,30 @@ class Writer:
             return
         lane.thread = writer
 
+    def withdraw(self, name: str, out: Path, divergence: Divergence) -> None:
+        """Mark those checkpoints of a group that have diverged, on a thread: the disk may be slow. What is being
+        written when this is called is waited for."""
+        with self._lock:
+            lane = self._lanes.setdefault(name, _Lane())
+        lane.marking = [one for one in lane.marking if one.is_alive()]
+        thread = threading.Thread(target=self._mark, args=(name, out, divergence, lane.thread), daemon=True,
+                                  name=f"flowcheck marks {name}")
+        try:
+            thread.start()
+        except RuntimeError as error:  # there is no thread to be had
+            self._say("problem", name=name, why=f"{out}: checkpoints that have diverged are not marked: {error}")
+            return
+        lane.marking.append(thread)
+
+    def _mark(self, name: str, out: Path, divergence: Divergence, writing: threading.Thread | None) -> None:
+        if writing is not None:
+            writing.join()
+        try:
+            if steps := mark_diverged(out, divergence):
+                self._say("marked", name=name, steps=len(steps), newest=steps[0], path=str(out))
+        except FlowcheckError as error:
+            self._say("problem", name=name, why=error.message())
+
     def _work(
         self, lane: _Lane, name: str, replica: Versions, out: Path, status: str, held: _Held,
         done: Callable[[], None] | None, unproven: Sequence[str], matches: int,
@@ -236,6 +261,8 @@ class Writer:
             lanes = dict(self._lanes)
         end = self._clock() + END_SECONDS
         for name, lane in lanes.items():
+            for marking in lane.marking:
+                marking.join(max(0.0, end - self._clock()))
             if lane.thread is None:
                 continue
             lane.thread.join(max(0.0, end - self._clock()))
@@ -246,9 +273,11 @@ class Writer:
 
 @dataclass
 class _Lane:
-    """Of one group. seconds: that a checkpoint takes. due: when one was due last. began: when one was begun."""
+    """Of one group. seconds: that a checkpoint takes. due: when one was due last. began: when one was begun. marking:
+    threads that mark checkpoints that have diverged."""
 
     thread: threading.Thread | None = None
     seconds: float = 0.0
     due: float | None = None
     began: float = 0.0
+    marking: list[threading.Thread] = field(default_factory=list)

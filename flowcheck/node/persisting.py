@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any
 from flowcheck.checkpoint.directory import Meta
 from flowcheck.checkpoint.objects import Objects, open_store
 from flowcheck.checkpoint.store import UNNAMED, Lane, Rules
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.start import line_of
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
+from flowcheck.node.divergences import Notices
 from flowcheck.node.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
 from flowcheck.node.runs import run_folder
 from flowcheck.node.user_states import GATHER_SECONDS, ranks_in, user_folder, users_in
@@ -92,6 +94,9 @@ class Persister:
         self._say, self._now, self._wall = say, now, wall
         self._uploads: dict[tuple[Path, int], _Upload] = {}
         self._turns: dict[str, threading.Lock] = {}  # by lane
+        self._marked: set[Divergence] = set()
+        self._marking: threading.Thread | None = None
+        self._mark_again = float("-inf")
         self._first = True
 
     def look(self) -> None:
@@ -106,6 +111,31 @@ class Persister:
         for key in [key for key, one in self._uploads.items() if key not in there and not _alive(one)]:
             del self._uploads[key]
         self._first = False
+        self._mark()
+
+    def _mark(self) -> None:
+        """Versions that have diverged are marked in the store, too, on a thread: the store may be slow."""
+        found = set(self._shelf.notices.all) if self._shelf.notices is not None else set()
+        if found <= self._marked or self._now() < self._mark_again or (
+                self._marking is not None and self._marking.is_alive()):
+            return
+        self._marking = threading.Thread(target=self._mark_all, args=(found - self._marked,), daemon=True,
+                                         name="flowcheck store marks")
+        self._marking.start()
+
+    def _mark_all(self, found: Collection[Divergence]) -> None:
+        for one in found:
+            name = lane_name(self._node, one.shard, one.run_id)
+            try:
+                with self._turns.setdefault(name, threading.Lock()):  # after what is on its way
+                    if folders := Lane(self._objects, name).mark_diverged(one):
+                        self._say("marked", name=one.shard, steps=len(folders), newest=one.last,
+                                  path=f"{self._objects.url.rstrip('/')}/{name}")
+                self._marked.add(one)
+            except Exception as error:  # also of a library: it must not end the thread without a word
+                self._mark_again = self._now() + FIRST_PAUSE
+                self._say("problem", name=one.shard, why=f"versions that have diverged are not marked in the store:"
+                                                         f" {_said(error)}")
 
     def hung(self) -> bool:
         """Whether there is an upload of which no byte has moved for too long."""
@@ -198,8 +228,8 @@ class Persister:
 
         def moving() -> None:
             upload.moved = self._now()
-            if upload.reads and inode_of(holding.path) != holding.inode:
-                raise Gone("the node has removed its replica", where=f"step {offer.step}")
+            if upload.reads and (inode_of(holding.path) != holding.inode or not version.is_there()):
+                raise Gone("the node has removed it", where=f"step {offer.step}")
 
         lane = Lane(self._objects, name, moving, self._wall)
         moving()
@@ -268,6 +298,7 @@ def main() -> int:
                 why=f"{store['url']}: no answer within {store['seconds']:g} s")
         os._exit(0 if opened and not opening.is_alive() else HUNG)
     shelf = MemoryShelf(Path(settings["replicas"]), settings["node"])
+    shelf.notices = Notices(Path(settings["replicas"]), settings["node"])
     persister = Persister(opened[0], shelf, settings["node"], Wants.of(store), say)
     while not stopping.wait(LOOK_SECONDS):
         persister.look()

@@ -25,6 +25,7 @@ from typing import Any
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import Protected, encode, source_of
 from flowcheck.control.ask import COPY, DISK, MEMORY, Node, Offer
+from flowcheck.control.divergence import Divergence
 from flowcheck.control.sources import Found, Key, choose
 from flowcheck.durable import came_last, remove_tree, reporting
 from flowcheck.errors import FlowcheckError, UserError
@@ -76,6 +77,7 @@ class Rounds:
         """For each shard of the run that is followed now, who has which multiples of `every`."""
         with ThreadPoolExecutor(len(nodes), "flowcheck round") as pool:
             answers = list(pool.map(_offers, nodes))
+        self._drop([one for node in nodes for one in node.diverged])
         places = [(node, offer) for node, offers in zip(nodes, answers, strict=True) for offer in offers]
         runs = sorted({offer.run_id for _, offer in places if offer.tier == MEMORY})
         if not runs:
@@ -101,6 +103,16 @@ class Rounds:
             mine.sort(key=lambda place: NEAREST.index(place[1].tier))
             out.append(Found(runs[0], shard, tuple(mine), ()))
         return out
+
+    def _drop(self, diverged: Sequence[Divergence]) -> None:
+        """Parity over a version of which its node has found that it may be wrong."""
+        for kept in kept_in(self._directory) if diverged else ():
+            odd = [one for one in kept.versions if Divergence.any_covers(
+                diverged, one.run_id, one.epoch, one.shard, one.step, one.status)]
+            if odd:
+                remove_tree(kept.path)
+                self._say("removed", name=odd[0].shard, run_id=odd[0].run_id, step=kept.step, path=str(kept.path),
+                          why="it has diverged: its node found that a checksum of the trainer did not match")
 
     def _encode(self, found: Sequence[Found], key: Key, path: Path) -> Protected:
         taken = sum(one.length * len(one.sums) for one in kept_in(self._directory))

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flowcheck.control.ask import Offer
+from flowcheck.job.version_status import VersionStatus
 
 __all__ = ["OPEN", "Shadow", "withheld"]
 
@@ -26,6 +27,8 @@ OPEN = "api.shadow = 0: versions are offered for recovery before any checksum of
 
 
 def withheld(offer: Offer, needs: int) -> str:
+    if VersionStatus.of(offer.status).diverged:
+        return f"step {offer.step} has diverged: a checksum of the trainer did not match after it was made"
     if offer.matches >= needs:
         return ""
     return (f"step {offer.step} is not offered for recovery: {offer.matches} of {needs} checksums of the trainer had"

@@ -43,6 +43,8 @@ class Storing(Beside):
                 self._say("unstored", name=name, step=said["step"], why=said["why"], again=said["again"])
             case "expired":
                 self._say("expired", name=name, versions=said["versions"], path=said["path"])
+            case "marked":
+                self._say("marked", name=name, steps=said["steps"], newest=said["newest"], path=said["path"])
             case "skipped":
                 self._say("skipped", name=name, step=said["step"], why=said["why"])
             case "problem":

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.job.clock import Clock
+from flowcheck.job.version_status import DIVERGED, VersionStatus
 from flowcheck.node.saying import Events, shown
 from flowcheck.node.wrong import Wrong
 
@@ -41,6 +42,7 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "stale": (frozenset({"stale", "begun"}), frozenset({"patched", "caught_up", "state", "attached", "end"})),
     "lost": (frozenset({"lost"}), frozenset({"patched", "caught_up", "state", "attached", "end"})),
     "withheld": (frozenset({"withheld"}), frozenset({"offered", "attached", "end"})),
+    "refused": (frozenset({"job_refused"}), frozenset({"attached", "end"})),
 }
 # Events that say nothing that somebody would have to read.
 QUIET = frozenset({
@@ -81,6 +83,7 @@ class GroupTally:
     status: str = "waiting"
     step: int = 0
     step_time: float = 0.0
+    verified: int | None = None
     stale: int = 0
     lag: int = 0
     matches: int = 0
@@ -127,6 +130,7 @@ class GroupTally:
     def _attached(self, now: float, said: Mapping[str, Any]) -> None:
         if said["run_id"] != self.job:  # what the job before it had is as old as that job
             self.step, self.step_time, self.lag, self.checkpoint = 0, 0.0, 0, {"step": 0, "time": 0.0}
+            self.verified = None
             self.parameters = {"step": 0, "time": 0.0}
         self.job, self.epoch, self.ranks, self.flows = said["run_id"], said["epoch"], said["ranks"], said["flows"]
         self.attached, self.resync, self.ended, self.refused = now, said["resync"], False, 0.0
@@ -160,6 +164,7 @@ class GroupTally:
         self.status, self.stale, self.lag, self.matches = said["status"], said["stale"], said["lag"], said["matches"]
         if said["published"] and not self.manifest:
             self.step, self.step_time, self.kept, self.refused = Clock().after(said["iteration"]), now, None, 0.0
+            self.verified = self.step if VersionStatus.of(self.status).verified else self.verified
         row = self._row(said["iteration"])
         row["published"], row["missing"], row["filled"] = said["published"], said["missing"], said["filled"]
         row["why"] = "; ".join(reason for _, reason in said["why"])[:MOST_TEXT]
@@ -181,6 +186,12 @@ class GroupTally:
 
     def _state(self, now: float, said: Mapping[str, Any]) -> None:
         self.status = "unverified"
+
+    def _diverged(self, now: float, said: Mapping[str, Any]) -> None:
+        self.status, self.verified = DIVERGED, said["verified"]
+
+    def _job_refused(self, now: float, said: Mapping[str, Any]) -> None:
+        self.status = "refused"
 
     def _lost(self, now: float, said: Mapping[str, Any]) -> None:
         self.status = "lost"

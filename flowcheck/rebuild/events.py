@@ -87,11 +87,13 @@ def closed(
 
 @dataclass(frozen=True)
 class Lost(Event):
-    """The chain of versions has ended; a state is needed to go on from. withdrawn: what was served until now must not
-    be any more."""
+    """The chain of versions has ended; a state is needed to go on from. withdrawn: nothing of what was served until now
+    may be any more. diverged: the step that was found to be wrong, None: none was. Those between the last verified one
+    and it are not served any more."""
 
     why: str
     withdrawn: bool = False
+    diverged: int | None = None
 
 
 @dataclass(frozen=True)

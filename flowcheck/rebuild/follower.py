@@ -39,6 +39,7 @@ from parser.placers import Placers
 
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
+from flowcheck.job.version_status import DIVERGED, UNVERIFIED, VERIFIED, VersionStatus
 from flowcheck.rebuild.building import Built, VersionBuilder
 from flowcheck.rebuild.collector import EvidenceCollector, Judged
 from flowcheck.rebuild.events import Event, Lost, Read, Skipped, Waiting, closed
@@ -64,6 +65,8 @@ class Follower:
     is no version until `start`. clock: the trainer's; without trainers the first iteration says it. now: seconds of a
     clock that never goes back. stamp: nanoseconds of the clock of the sources' time stamps.
 
+    status: of the newest version, or what keeps it from being one (docs/reference/events.md).
+    verified: the newest step of this unbroken chain whose own checksums matched; None: there is none.
     matches: the trainer's checksums that have matched; a mismatch makes it 0 again.
     next: the iteration that the current version waits for; None: there is no version, or its chain has ended.
     moved: did the last poll find anything to do? What threads have placed is no such thing. closing_seconds: spent on
@@ -90,7 +93,7 @@ class Follower:
         self._gradients = bool(plan.job.gradient_calls(0))  # otherwise all that iterations bring are parameters
         self.next: int | None = None
         self.status = "waiting"
-        self.matched = 0  # that say what the version is
+        self.verified: int | None = None
         self.matches = 0  # of this run, whatever its versions were patched with
         self.first_iteration = -1  # that closed
         self.moved = False
@@ -143,7 +146,7 @@ class Follower:
         self._builder.drop()
         if self.replica is not None and self.replica is not replica:
             self.replica.close()
-        self.replica, self.next, self.status, self.matched = replica, iteration, "unverified", 0
+        self.replica, self.next, self.status, self.verified = replica, iteration, UNVERIFIED, None
         self._ahead = False
         self.keeper.begin()
 
@@ -340,10 +343,9 @@ class Follower:
             self.matches = 0
             number = self.clock.number(judged.verdict.iteration)
             why = f"tensor {built.differs!r} of iteration {number} differs from the trainer's"
-            yield from self._lose(why, "diverged")
+            yield from self._lose(why, DIVERGED)
             yield from self._end(judged, counts, False)
         else:
-            self.matched += built.differs == ""
             self.matches += built.differs == ""
             yield from self._end(judged, counts, True, built)
 
@@ -368,8 +370,11 @@ class Follower:
     def _publish(self, judged: Judged, built: Built) -> bool:
         """Publish the version that was built. False: it is one that must not be."""
         assert self.replica is not None
-        self.status = "verified" if self.matched else "unverified"
-        self.replica.publish(built.differs == "", self.status, judged.verdict.unproven, self.matches)
+        status = VersionStatus() if self.verified is None else VersionStatus.follows(self.verified)
+        if built.differs == "":
+            status, self.verified = VersionStatus(VERIFIED), self.clock.after(judged.verdict.iteration)
+        self.status = str(status)
+        self.replica.publish(status.verified, self.status, judged.verdict.unproven, self.matches)
         return True
 
     def _skip(self, first: int, last: int) -> Iterator[Event]:
@@ -388,12 +393,20 @@ class Follower:
         if self.next is None or not self._chained:
             return
         self._builder.drop()
-        self.next, self.status, withdrawn = None, status, False
-        if status == "diverged" and self.replica is not None:
-            withdrawn = self.replica.serves  # what was wrong may have been wrong for some iterations
-            self.replica.close()
-            self.replica = None
-        yield Lost(why, withdrawn)
+        step = self.clock.after(self.next)
+        self.next, self.status, self.verified = None, status, None
+        if status != DIVERGED:
+            yield Lost(why)
+            return
+        withdrawn = False
+        if self.replica is not None:
+            served = self.replica.serves
+            self.replica.withdraw()  # what was wrong may have been wrong since the last match
+            if not self.replica.serves:
+                withdrawn = served
+                self.replica.close()
+                self.replica = None
+        yield Lost(why, withdrawn, step)
 
     @property
     def _ready(self) -> bool:

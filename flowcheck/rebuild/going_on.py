@@ -236,8 +236,8 @@ class PartialFollower(Follower):
         if not judged.verdict.publishable:
             self.replica.hold()
             return False
-        if self._since is not None:  # what was patched is verified when a sum of it was compared
-            self.matched = int(built.differs == "")
+        if self._since is not None:  # what was patched does not follow what was compared before
+            self.verified = None
         return super()._publish(judged, built)
 
     def _lose(self, why: str, status: str = "lost", last: int | None = None) -> Iterator[Event]:

@@ -7,8 +7,8 @@ open until every peer has answered, or their time is over: polled, and never wai
 meanwhile. What was given is placed when it has closed (given.py), and what nobody has goes on to the trainers
 (going_on.py). Peers are asked only for the iteration that the version waits for, and not for one that was given up.
 
-A version that holds what peers gave is `unverified` and marked until a checksum of the trainer has matched, its own or
-a later one's: an engine has checked these bytes, but not this one.
+A version that holds what peers gave is `unverified` and marked, and so are those after it until a checksum of the
+trainer has matched: an engine has checked these bytes, but not this one.
 
 Every iteration that closes is shown to the peers: what its own streams have brought.
 """
@@ -165,6 +165,6 @@ class HealedFollower(PartialFollower):
         yield from super()._end(judged, counts, stands, built)
 
     def _publish(self, judged: Judged, built: Built) -> bool:
-        if judged.evidence.from_peers:
-            self.matched = int(built.differs == "")
+        if judged.evidence.from_peers:  # nor does what peers gave
+            self.verified = None
         return super()._publish(judged, built)

@@ -317,6 +317,12 @@ class JobReplica:
         self._slot = None
         return self._replica.current.step
 
+    def withdraw(self) -> list[int]:
+        """A checksum did not match: versions newer than the last one that was verified may be wrong, and nobody reads
+        them any more. Their steps. Whether any is left: `serves`."""
+        assert self._replica is not None
+        return self._replica.withdraw()
+
     def patch(
         self, ranges: Sequence[tuple[str, int, int]], parameters: Mapping[str, torch.Tensor],
         state: Mapping[str, Mapping[str, Any]],

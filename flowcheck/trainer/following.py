@@ -120,6 +120,8 @@ class Following:
         return min((self._state(sender) for sender in self.senders), key=STATES.index)
 
     def _state(self, sender: Sender) -> AttachmentState:
+        if sender.final:
+            return AttachmentState.REFUSED
         if not sender.connected:  # the first attempt may still be under way
             return AttachmentState.LOST if sender.tried.is_set() else AttachmentState.WATCHING
         if self.job is None:

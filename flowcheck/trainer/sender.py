@@ -80,7 +80,8 @@ class Sender:
     keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
     newest version, -1: none yet. by_ranges: the node asks for elements of the state, and no boundary waits for it.
     takes_user: the node keeps what ranks give of themselves. epoch: that versions of this start have there, where it is
-    another than the one said; None: it is not."""
+    another than the one said; None: it is not. final: the node does not take this run any more, and is not tried
+    again."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes | Callable[[], bytes], identity: Identity,
@@ -107,6 +108,7 @@ class Sender:
         self.by_ranges = False
         self.takes_user = False
         self.epoch: int | None = None
+        self.final = False
         self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = answered or threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
@@ -238,6 +240,8 @@ class Sender:
                 self.wanted, self.joined, self.pledged, self.notice = frozenset(), None, None, ""
                 self.takes_user = False
                 self.answered.set()
+            if self.final:
+                return
             self._refusing = self._refused
             if not self._refused or time.monotonic() - began > PAUSE[1]:
                 pause = PAUSE[0]
@@ -332,7 +336,7 @@ class Sender:
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status
                 elif isinstance(message, Refused):
-                    self._refused = True
+                    self._refused, self.final = True, message.final
                     raise RecordsError(f"refused: {message.why}", where=link.peer)
                 else:
                     raise RecordsError(f"a {type(message).__name__} from a node", where=link.peer)

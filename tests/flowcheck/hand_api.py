@@ -63,7 +63,7 @@ class HandVersion:
         }
         held = dict(zip(FILES, (model, state), strict=True))
         self.document = seal({
-            "schema": "flowcheck/checkpoint/2", "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
+            "schema": "flowcheck/checkpoint/3", "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
             "status": status, "unproven": [], "rounding": rounding, **({"start": start} if start else {}),
             "optimizer": {"name": optimizer, "groups": [
                 {"params": list(model), "options": {"lr": 0.1, "momentum": 0.9} if options is None else options}]},
@@ -97,6 +97,8 @@ class HandApi:
         self.quiet: set[str] = set()
         self.stalls: dict[str, int] = {}
         self.withheld: object = []  # of /v1/versions
+        self.statuses: object = "own"
+        self.diverged: object = []
         self.hashing: list[int] = []  # bytes that are said to be hashed, one for each question for a manifest
         self.unmeasured: set[str] = set()  # paths whose answers do not say how long they are
         self._ended = threading.Event()
@@ -162,7 +164,8 @@ class HandApi:
             return self.answers[request.path]
         if request.path == "/v1/versions":
             return 200, json.dumps({
-                "versions": [one.offer for one in self.versions], "absent": [], "withheld": self.withheld}).encode()
+                "versions": [one.offer for one in self.versions], "absent": [], "withheld": self.withheld,
+                "statuses": self.statuses, "diverged": self.diverged}).encode()
         if request.path == "/v1/pieces":
             own = [one.offer for one in self.versions if one.offer["tier"] in ("memory", "copy", "disk")]
             return 200, json.dumps({"versions": own, "streams": [], "absent": []}).encode()

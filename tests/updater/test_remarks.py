@@ -80,7 +80,7 @@ def test_each_version_has_its_own(made, shm):
             with reader.pinned(step) as version:
                 assert version.unproven == ("always", *marks) and version.status == reader.statuses[step]
         made.mark_verified()
-        assert reader.statuses == {0: "verified", 1: "verified", 2: "unverified", 3: "verified"}
+        assert reader.statuses == {0: "unverified", 1: "verified", 2: "unverified", 3: "verified"}
         with reader.pinned(3) as version:
             assert version.status == "verified"
 
@@ -144,6 +144,7 @@ def test_how_many_checksums_had_matched_goes_with_each_version(made, shm):
         assert reader.matches == {0: 0, 1: 0, 2: 1, 3: 4}
         with reader.pinned(3) as version:
             assert (version.status, version.matches) == ("verified", 4)
-        made.mark_verified()
         advance(made)
+        assert reader.matches[4] == 0 and reader.statuses[4] == "unverified"
+        made.mark_verified()
         assert reader.matches[4] == 1 and reader.statuses[4] == "verified"

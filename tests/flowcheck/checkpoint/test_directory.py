@@ -298,7 +298,7 @@ def test_incomplete_foreign_and_renamed_directories(tmp_path):
     with pytest.raises(UserError, match="holds step 1"):
         load_step(tmp_path / "step-000002")
     (path / "manifest.json").write_text('{"schema": "other"}')
-    with pytest.raises(UserError, match="is not a flowcheck/checkpoint/2 manifest"):
+    with pytest.raises(UserError, match="is not a flowcheck/checkpoint/3 manifest"):
         load_step(path)
     for text in ("[1]", "[" * 100_000, "\x00"):
         (path / "manifest.json").write_text(text)

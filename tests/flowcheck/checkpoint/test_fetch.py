@@ -331,7 +331,7 @@ def test_a_checkpoint_of_the_first_schema_has_no_shard(api: HandApi, tmp_path: P
         fetch(api, tmp_path)
     api.versions[:] = [HandVersion(7, epoch=2)]
     fetch(api, tmp_path)
-    assert load_step(path).manifest["schema"] == "flowcheck/checkpoint/2"
+    assert load_step(path).manifest["schema"] == "flowcheck/checkpoint/3"
 
 
 @pytest.mark.parametrize("out", ["a\0b", "a\ud800b"])

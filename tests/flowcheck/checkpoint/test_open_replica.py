@@ -51,7 +51,8 @@ def test_a_version_as_torch_takes_it(shm: Path) -> None:
         held["state"][0]["momentum_buffer"].zero_()
         assert replica.optimizer_state_dict()["state"][0]["momentum_buffer"].sum() == 4
         assert held["param_groups"][0]["momentum"] == 0.9
-        assert repr(replica) == f"Replica(step 5 of run 'run', epoch 3, no checksum compared; {replica.path})"
+        said = "epoch 3, unverified, no checksum compared"
+        assert repr(replica) == f"Replica(step 5 of run 'run', {said}; {replica.path})"
     made.close()
 
 
@@ -134,7 +135,15 @@ def test_verified_is_said(shm: Path) -> None:
     _advance(made)
     made.mark_verified()
     with Replica.open(path) as replica:
-        assert replica.verified == 1 and ", verified up to step 1; " in repr(replica)
+        assert replica.verified == 1 and replica.status == "verified"
+        assert ", verified, verified up to step 1; " in repr(replica)
+        _advance(made)
+        with Replica.open(path) as newest:
+            assert (newest.step, newest.status) == (2, "unverified") and newest.state_dict()
+            made.withdraw()
+            with pytest.raises(UserError, match="found it to be wrong"):
+                newest.state_dict()
+        assert replica.state_dict(), "what was verified stays"
     made.close()
 
 

@@ -66,7 +66,7 @@ def test_the_manifest_of_a_step(tmp_path):
         "state.w.on": ("int64", (1).to_bytes(8, "little")),
     }
     assert json.loads((path / "manifest.json").read_text()) == seal({
-        "schema": "flowcheck/checkpoint/2", "run_id": "run", "epoch": 2, "step": 7, "shard": "stage1",
+        "schema": "flowcheck/checkpoint/3", "run_id": "run", "epoch": 2, "step": 7, "shard": "stage1",
         "status": "verified", "unproven": ["icrc off", "other"], "optimizer": {"name": "adam", "groups": []},
         "rounding": "torch-cpu", "matches": 0,
         "written_by": {"flowcheck": __version__, "torch": str(torch.__version__)},
@@ -230,9 +230,9 @@ def test_a_manifest_that_was_changed_after_it_was_written(step):
     ("text", "what", "remedy"),
     [
         ("", "is not JSON", DAMAGED), ("{", "is not JSON", DAMAGED), ("[" * 100_000, "is not JSON", DAMAGED),
-        ("[]", "is not a flowcheck/checkpoint/2 manifest", FOREIGN),
-        ("{}", "is not a flowcheck/checkpoint/2 manifest", FOREIGN),
-        ('{"schema": "flowcheck/checkpoint/3"}', "is not a flowcheck/checkpoint/2 manifest", FOREIGN),
+        ("[]", "is not a flowcheck/checkpoint/3 manifest", FOREIGN),
+        ("{}", "is not a flowcheck/checkpoint/3 manifest", FOREIGN),
+        ('{"schema": "flowcheck/checkpoint/4"}', "is not a flowcheck/checkpoint/3 manifest", FOREIGN),
     ],
 )
 def test_a_manifest_that_is_none(step, text, what, remedy):

@@ -186,7 +186,7 @@ ALONE = {"run_id", "epoch", "step", "status", "unproven"}
     *((kind, {field: None}) for kind, fields in (("step", SAID), ("parameters", ALONE)) for field in sorted(fields)),
     *((kind, change) for kind in ("step", "parameters") for change in (
         {"epoch": "x"}, {"epoch": True}, {"epoch": -1}, {"step": True}, {"unproven": 5}, {"unproven": "icrc off"},
-        {"status": "good"}, {"status": ["verified"]}, {"run_id": 7},
+        {"status": 1}, {"status": ["verified"]}, {"run_id": 7},
     )),
     *(("step", {"optimizer": one}) for one in (
         5, {"name": "lion"}, {"name": "lion", "groups": []}, {"name": "sgd"}, {"name": "sgd", "groups": [{}]},

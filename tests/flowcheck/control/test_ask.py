@@ -83,7 +83,7 @@ def test_an_answer_that_is_not_json(api: HandApi, node: Node, said: bytes) -> No
     ("field", "value"),
     [("id", 3), ("id", "../x"), ("id", ""), ("id", "m\u0663"), ("tier", "tape"), ("tier", None),
      ("run_id", None), ("epoch", "1"), ("epoch", -1), ("step", True), ("step", -1), ("shard", 0),
-     ("status", "diverged"), ("nbytes", -1), ("nbytes", 1.5)],
+     ("status", 1), ("nbytes", -1), ("nbytes", 1.5)],
 )
 def test_an_offer_that_is_none(api: HandApi, node: Node, field: str, value: Any) -> None:
     api.versions[0].offer[field] = value

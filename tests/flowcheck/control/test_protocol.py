@@ -103,6 +103,7 @@ FORMS: list[tuple[Any, bytes]] = [
     (Bye(), BYE),
     (Wanted(["state", "flows"], "lost"), b'{"type":"wanted","what":["state","flows"],"why":"lost"}'),
     (Joined(9), b'{"type":"joined","iteration":9}'),
+    (Refused("no", True), b'{"type":"refused","why":"no","final":true}'),
     (Progress(10, "verified"), b'{"type":"progress","iteration":10,"status":"verified"}'),
 ]
 NAMES = [type(message).__name__ for message, _ in FORMS]

@@ -85,6 +85,18 @@ CHOICES: dict[str, tuple[list[dict[Key, str]], dict[str, Any], Key | None]] = {
 }
 
 
+@pytest.mark.parametrize("status", ["follows 6", U, "unheard of"])
+def test_what_follows_a_verified_version_is_not_preferred_as_one(status: str) -> None:
+    held = [{(0, 9): "follows 6", (0, 8): status, (0, 6): V}]
+    assert choose(held, prefer_verified=9) == (0, 6) and choose(held) == choose(held, prefer_verified=2) == (0, 9)
+
+
+def test_what_has_diverged_is_never_taken() -> None:
+    held = [{(0, 9): "diverged", (0, 8): U}]
+    assert choose(held) == (0, 8) and choose(held, step=9) is None
+    assert choose([*held, {(0, 9): V, (0, 8): V}], prefer_verified=9) == (0, 8)
+
+
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_choice(name: str) -> None:
     held, options, chosen = CHOICES[name]
@@ -206,7 +218,7 @@ def test_no_source_is_good(near: HandApi, far: HandApi) -> None:
         fetch(found, (0, 7), {})
     assert caught.value.what == (
         f"step 7 of epoch 0 could be had from nowhere: {near.name}, memory: its manifest is not a"
-        f" flowcheck/checkpoint/2 manifest; {far.name}: connection lost: Connection refused"
+        f" flowcheck/checkpoint/3 manifest; {far.name}: connection lost: Connection refused"
     )
     with pytest.raises(NoSource, match="nobody has it any more"):
         fetch(found, (0, 8), {})

@@ -105,6 +105,44 @@ def test_a_version_is_verified_where_any_holder_knows_that() -> None:
         assert Found("run", "a", (*order, place(8)), ()).versions == {(1, 7): "verified", (1, 8): "unverified"}
 
 
+def test_the_best_that_any_holder_says_of_a_version() -> None:
+    places = [place(7, one) for one in ("unverified", "follows 5", "follows 4")]
+    assert Found("run", "a", tuple(places), ()).versions == {(1, 7): "follows 5"}
+
+
+def test_a_source_that_has_verified_it_is_read_first(near: HandApi, far: HandApi) -> None:
+    """Bytes of the others may be other ones: the version was taken because this one was compared."""
+    near.versions = [HandVersion(7, {"w": [1.0]}, status="follows 6")]
+    far.versions = [HandVersion(7, {"w": [2.0]}, tier="disk")]
+    fetched = fetch(look(nodes(near, far), None, None), (0, 7), {})
+    assert (fetched.version.status, fetched.model["w"].tolist()) == ("verified", [2.0])
+
+
+def test_what_has_diverged_is_not_found(near: HandApi, far: HandApi) -> None:
+    near.versions = [HandVersion(8, status="diverged"), HandVersion(7, status="follows 6")]
+    far.versions = []
+    assert look(nodes(near, far), None, None).versions == {(0, 7): "follows 6"}
+
+
+@pytest.mark.parametrize(("statuses", "read"), [("own", "verified"), (None, "unverified"), ("all", "unverified")])
+def test_an_earlier_release_says_verified_of_others_too(near: HandApi, statuses: object, read: str) -> None:
+    near.versions, near.statuses = [HandVersion(8), HandVersion(7, status="unverified")], statuses
+    assert look(nodes(near), None, None).versions == {(0, 8): read, (0, 7): "unverified"}
+
+
+def test_a_node_says_what_has_diverged(near: HandApi) -> None:
+    good = {"run_id": "run", "epoch": 0, "shard": "", "after": 6, "last": 9}
+    near.diverged = [good, {**good, "last": -1}, {**good, "after": True}, 3, {}]
+    (node,) = nodes(near)
+    node.offers()
+    (one,) = node.diverged
+    assert [one.covers("run", 0, "", step, "follows 6") for step in (6, 7, 9, 10)] == [False, True, True, False]
+    assert not one.covers("run", 0, "", 8, "verified") and not one.covers("run", 1, "", 8, "follows 6")
+    for near.diverged in (None, 3, {}, "x"):
+        node.offers()
+        assert node.diverged == []
+
+
 def test_the_nearest_tier_of_all_nodes_comes_first(near: HandApi, far: HandApi) -> None:
     near.versions = [HandVersion(1, tier="store"), HandVersion(2, tier="parity"), HandVersion(3, tier="copy")]
     far.versions = [HandVersion(4, tier="disk"), HandVersion(5)]

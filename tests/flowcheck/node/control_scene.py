@@ -23,11 +23,15 @@ from flowcheck.node import control
 class NotedGroup:
     """What a connection asks of a group, in order."""
 
-    def __init__(self, plan: Any = None, why: str = "", refuses: Exception | None = None) -> None:
-        self.plan, self.why, self.refuses = plan, why, refuses
+    def __init__(self, plan: Any = None, why: str = "", refuses: Exception | None = None, final: str = ""
+                 ) -> None:
+        self.plan, self.why, self.refuses, self.final = plan, why, refuses, final
         self.joined: list[tuple[Any, ...]] = []
         self.member: Any = None
         self.said: queue.Queue[Any] = queue.Queue()
+
+    def refused(self, run: tuple[str, int, int]) -> str:
+        return self.final
 
     def join(self, run: tuple[str, int, int], member: Any, instance: str = "") -> str:
         self.joined.append((run, member.rank, instance))

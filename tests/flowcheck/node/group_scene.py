@@ -131,12 +131,13 @@ class FakeSession:
 
 
 class Peer:
-    """A connection: what it was told and why it was ended."""
+    """A connection: what it was told and why it was ended; refused: for good."""
 
     def __init__(self, rank: int) -> None:
         self.told: list[Any] = []
         self.ended: list[str] = []
-        self.member = RankSession(rank, self.told.append, self.ended.append)
+        self.refused: list[str] = []
+        self.member = RankSession(rank, self.told.append, self.ended.append, refuse=self.refused.append)
 
 
 class Written:
@@ -144,10 +145,14 @@ class Written:
 
     def __init__(self) -> None:
         self.checkpoints: list[tuple[Any, ...]] = []
+        self.withdrawn: list[tuple[Any, ...]] = []
         self.hashes: list[tuple[Any, ...]] = []
 
     def write(self, *said: Any) -> None:
         self.checkpoints.append(said)
+
+    def withdraw(self, *said: Any) -> None:
+        self.withdrawn.append(said)
 
     def add(self, *said: Any) -> None:
         self.hashes.append(said)

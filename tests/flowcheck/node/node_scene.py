@@ -119,6 +119,9 @@ class NotedGroup:
         self.plan: Any = None
         self.failure: BaseException | None = None
 
+    def refused(self, run: tuple[str, int, int]) -> str:
+        return ""
+
     def join(self, run: tuple[str, int, int], member: Any, instance: str) -> str:
         return f"{run} has come to group {self.name!r}"
 

@@ -265,6 +265,9 @@ def test_settings_that_a_shell_gives_through_a_pipe_are_read(tmp_path: Path) -> 
 class Group:
     plan = None
 
+    def refused(self, run: tuple[str, int, int]) -> str:
+        return ""
+
     def join(self, run: Any, member: Any, instance: str = "") -> str:
         return ""
 

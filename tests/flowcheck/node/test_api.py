@@ -195,8 +195,8 @@ def test_an_application_is_guarded() -> None:
 
 def test_an_application_is_made_of_all_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_Api", lambda *given: SimpleNamespace(app=given))
-    made: Any = make_app("shelves", KEY, "glance", "streams")  # type: ignore[arg-type]
-    assert made._app == ("shelves", "glance", "streams")
+    made: Any = make_app("shelves", KEY, "glance", "streams", "notices")  # type: ignore[arg-type]
+    assert made._app == ("shelves", "glance", "streams", "notices")
 
 
 ID = offer("memory", 7).id

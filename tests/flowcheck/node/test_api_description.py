@@ -53,7 +53,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "why": {"why": "it is gone"},
     "unhashed": {"why": "it is being hashed"},
     "newest": {"newest": [OFFER], "withheld": WITHHELD, "absent": ["disk"]},
-    "versions": {"versions": [OFFER], "withheld": WITHHELD, "absent": ["disk"]},
+    "versions": {"versions": [OFFER], "withheld": WITHHELD, "absent": ["disk"], "statuses": "own",
+                 "diverged": [{"run_id": "run", "epoch": 0, "shard": "0", "after": 3, "last": 6}]},
     "pieces": {"versions": [OFFER], "streams": [STREAM], "absent": ["disk"]},
 }
 

@@ -83,6 +83,11 @@ def test_a_group_that_says_why_not_has_no_member_to_leave(enter: Enter) -> None:
     assert known.group.said.empty()
 
 
+def test_a_run_that_is_not_taken_any_more_joins_nothing(enter: Enter) -> None:
+    known = enter(final="its versions have diverged 2 times")
+    assert known.why() == ("its versions have diverged 2 times", "host:1") and known.group.joined == []
+
+
 def test_without_a_group_there_is_nothing_to_join() -> None:
     near, far = (Link(sock) for sock in socket.socketpair())
     near.peer = "host:1"

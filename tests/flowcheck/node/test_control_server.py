@@ -34,6 +34,9 @@ class OneGroup:
     def __init__(self) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
 
+    def refused(self, run: tuple[str, int, int]) -> str:
+        return ""
+
     def join(self, run: tuple[str, int, int], member: Any, instance: str = "") -> str:
         if member.rank == 1:
             return "rank 1 is attached already"

@@ -71,10 +71,10 @@ def test_a_step_that_was_replaced_is_another_version(tmp_path: Path, disk: DiskS
 def test_a_manifest_that_cannot_be_used(tmp_path: Path, disk: DiskShelf) -> None:
     manifest = write(tmp_path / "run", 10) / "manifest.json"
     text = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(text | {"status": "diverged"}))
+    manifest.write_text(json.dumps(text | {"status": "follows 9"}))
     assert disk.look() == []
     path = write(tmp_path / "run", 11) / "manifest.json"
-    path.write_text(json.dumps(seal({**json.loads(path.read_text()), "status": "diverged"})))
+    path.write_text(json.dumps(seal({**json.loads(path.read_text()), "status": 1})))
     assert disk.look() == []
 
 

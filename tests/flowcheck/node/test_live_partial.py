@@ -43,6 +43,23 @@ def test_what_was_lost_is_asked_for_and_patched(scene: Callable[..., Scene], thr
     assert at.last == (5, True, 0, 0) and at.closed[-1].status == "verified" and at.lost == []
 
 
+def test_what_was_patched_follows_nothing_that_was_compared_before(scene: Callable[..., Scene]) -> None:
+    """Nor does what was made of it, until its own checksums match: also where the patch comes behind a leap."""
+    at = scene(holes={4: HOLE})
+    at.go(2, checksums=at.sums(0.5))
+    at.go(3)
+    assert [one.status for one in at.closed] == ["verified", "follows 3"]
+    at.go(4)
+    assert at.ask() == 6
+    at.answer(5, -1.0)
+    at.go(5)
+    at.go(6)
+    assert [(one.published, one.status) for one in at.closed[3:]] == [(True, "unverified"), (True, "unverified")]
+    at.go(7, checksums=at.sums(-2.0))
+    at.go(8)
+    assert [one.status for one in at.closed[-2:]] == ["verified", "follows 8"]
+
+
 def test_an_iteration_waits_for_the_record_of_a_rank_that_was_asked(scene: Callable[..., Scene]) -> None:
     """The record comes behind the patch; without it nobody knows whether one is on its way."""
     at = scene(holes={2: HOLE})

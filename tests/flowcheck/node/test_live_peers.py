@@ -142,7 +142,7 @@ def test_the_mark_stays_until_a_checksum_matches(scene: Callable[..., Scene]) ->
     at.go(6, checksums=at.sums(0.5 - 4 * 0.5))
     assert at.last == (6, True, "verified", {}, {"stream": 30}) and at.closed[-1].unproven == []
     at.go(7)
-    assert at.last[2] == "verified" and at.closed[-1].unproven == []
+    assert at.last[2] == "follows 7" and at.closed[-1].unproven == []
 
 
 def test_who_reads_the_replica_is_told_too(scene: Callable[..., Scene], tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_checksum_of_the_iteration_itself_confirms_it(scene: Callable[..., Sce
     at.go(3, checksums=at.sums(0.0))
     assert at.last[:3] == (3, True, "verified") and at.closed[-1].unproven == []
     at.go(4)
-    assert at.last[:3] == (4, True, "verified") and at.closed[-1].unproven == []
+    assert at.last[:3] == (4, True, "follows 4") and at.closed[-1].unproven == []
 
 
 def test_a_peer_that_lies_is_found_by_the_next_checksum(scene: Callable[..., Scene]) -> None:

@@ -39,8 +39,8 @@ def test_versions_are_verified_from_the_first_checksum_on(live) -> None:
     assert at.values() == alike(0.5)
     verified = Closed(3, True, "verified", 1, 1, {}, 0, 0, 0, [], "at_record", filled={"stream": 30})
     assert at.step(3, checksums=at.sums(0.0)) == verified
-    assert at.session.matched == 1
-    assert at.step(4).status == "verified"
+    assert at.session.verified == 4
+    assert at.step(4).status == "follows 4"
     assert (at.session.serves, at.session.published, at.session.next) == (4, 4, 5)
     assert at.values() == alike(-0.5) and at.lost == []
 
@@ -71,7 +71,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
     at.state(2)
     for t in range(2, 2 + matched):
         assert at.step(t, checksums=at.sums(0.0 - 0.5 * (t - 3))).status == "verified"
-    assert at.session.matched == matched
+    assert at.session.verified == (2 + matched if matched else None)
     t = 2 + matched
     right = at.sums(0.5 - 0.5 * matched)
     line = at.step(t, checksums=right | {odd: f"{int(right[odd], 16) ^ 1:016x}"})
@@ -79,7 +79,8 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
         False, "diverged", [("checksum", "the trainer's checksum of its parameters differs from the replica's")]
     )
     assert at.lost == [f"tensor {odd!r} of iteration {t} differs from the trainer's"]
-    assert at.session.replica is None and at.session.next is None and at.session.serves == at.session.published == -1
+    assert at.session.next is None and (at.session.replica is None) == (not matched)
+    assert at.session.serves == at.session.published == (t - 1 if matched else -1), "what was verified stays"
     assert at.step(t + 1, checksums=at.sums(-0.5 * matched)).published is False
     assert at.ended[-1] == (t + 1, False, ["previous"]) and len(at.lost) == 1
 
@@ -106,9 +107,25 @@ def test_a_new_state_after_divergence_begins_unverified(live, tmp_path) -> None:
     at.step(3, checksums=at.sums(0.5))
     assert at.lost == ["tensor 'layer0.weight' of iteration 8 differs from the trainer's"]
     at.state(4, 7.0)
-    assert (at.session.status, at.session.matched, at.session.serves) == ("unverified", 0, 8)
+    assert (at.session.status, at.session.verified, at.session.serves) == ("unverified", None, 8)
     assert at.step(4).status == "unverified" and at.values() == alike(6.5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2.replica", "4.replica"]
+
+
+def test_what_is_followed_is_said_of_each_version(live, tmp_path) -> None:
+    """In shared memory, too: a state is compared anew, and follows nothing that was compared before it."""
+    at = live(folder=tmp_path, slots=4)
+    at.state(2)
+    for t, sums, status in ((2, 0.5, "verified"), (3, None, "follows 3"), (4, -0.5, "verified"),
+                            (5, None, "follows 5")):
+        assert at.step(t, **({} if sums is None else {"checksums": at.sums(sums)})).status == status
+    with closing(Reader(tmp_path / "2.replica")) as reader:
+        assert reader.statuses == {3: "verified", 4: "follows 3", 5: "verified", 6: "follows 5"}
+        assert not at.step(6, checksums=at.sums(7.0)).published
+        assert reader.statuses == {4: "follows 3", 5: "verified"}, "what was made since 5 may be wrong"
+        assert (at.session.serves, at.withdrawn) == (4, [False])
+    at.state(7, 3.0)
+    assert (at.session.status, at.step(7).status, at.session.serves) == ("unverified", "unverified", 7)
 
 
 class Gate:
@@ -152,7 +169,7 @@ def test_rings_are_drained_while_checksums_are_compared_and_nothing_else_closes(
     gate.open = True
     at.poll()
     assert at.ended == [(2, True, []), (3, True, [])] and at.values() == alike(0.0)
-    assert [(one.packets, one.status) for one in at.closed] == [(1, "verified"), (1, "verified")]
+    assert [(one.packets, one.status) for one in at.closed] == [(1, "verified"), (1, "follows 3")]
 
 
 @pytest.mark.parametrize("right", [True, False])

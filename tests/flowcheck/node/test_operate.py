@@ -135,6 +135,7 @@ def test_the_dashboard_shows_every_kind_of_thing() -> None:
         "flowcheck_node_start_time_seconds", "flowcheck_connections", "flowcheck_packets_total",
         "flowcheck_placed_packets_total", "flowcheck_duplicate_packets_total", "flowcheck_healed_packets_total",
         "flowcheck_checkpoint_step", "flowcheck_parameters_step", "flowcheck_common_step",
+        "flowcheck_last_verified_step",
         "flowcheck_failure_detected_timestamp_seconds", "flowcheck_failure_restored_timestamp_seconds",
         "flowcheck_failure_resumed_timestamp_seconds",
     }  # for who looks closer

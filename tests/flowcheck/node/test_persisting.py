@@ -257,7 +257,7 @@ def test_a_replica_that_its_node_removed_is_not_written(make: Callable[..., Repl
     (shm / "flowcheck-n-dp0-1.replica").unlink()
     here.store.gate.set()
     here.persister.join(SECONDS)
-    assert here.steps() == [] and "the node has removed its replica" in here.events("unstored")[0]["why"]
+    assert here.steps() == [] and "the node has removed it" in here.events("unstored")[0]["why"]
 
 
 def test_nothing_is_written_twice_by_another_process(make: Callable[..., Replica], scene: Callable[..., Scene]) -> None:

@@ -161,7 +161,7 @@ def test_all_members_are_asked_at_once(make: Callable[..., Rounds]) -> None:
         together.wait(LONGEST)
         return []
 
-    members: list[Any] = [SimpleNamespace(offers=offers, close=lambda: None) for _ in range(40)]
+    members: list[Any] = [SimpleNamespace(offers=offers, close=lambda: None, diverged=[]) for _ in range(40)]
     assert make().turn(members) is None
 
 

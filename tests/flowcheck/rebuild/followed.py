@@ -70,6 +70,11 @@ class FakeReplica:
         return "layer0.weight" if self.differs is None and seconds < 0 else self.differs
 
     serves = True
+    sound = False  # is a verified version left when the others are withdrawn?
+
+    def withdraw(self) -> None:
+        self.calls.append("withdraw")
+        self.serves = self.serves and self.sound
 
     def publish(self, verified: bool, status: str, unproven: tuple[str, ...], matches: int) -> None:
         self.step += 1

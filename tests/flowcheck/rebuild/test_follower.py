@@ -63,7 +63,7 @@ def test_only_a_version_that_was_compared_is_marked_verified(live) -> None:
     at.record(3, checksums={"layer0.weight": "0" * 16})
     assert at.look() + at.look() == ["closed 2", "closed 3", "closed 4"]
     assert replica.marks == [False, True, False]
-    assert replica.said == ["unverified", "verified", "verified"]  # to those who read it in shared memory
+    assert replica.said == ["unverified", "verified", "follows 4"]  # to those who read it in shared memory
     assert replica.matches == [0, 1, 1] and at.follower.matches == 1
 
 

@@ -30,7 +30,7 @@ def without_values() -> Any:
 def test_before_anything_has_come_nothing_was_done(live) -> None:
     at = live(port())
     one = at.follower
-    assert (one.next, one.status, one.matched, one.matches) == (None, "waiting", 0, 0)
+    assert (one.next, one.status, one.verified, one.matches) == (None, "waiting", None, 0)
     assert (one.first_iteration, one.moved, one.closing_seconds, one.published) == (-1, False, 0.0, -1)
     assert at.look() == [] and not one.moved and one.closing_seconds == 0
 
@@ -153,7 +153,18 @@ def test_what_was_served_and_is_wrong_is_withdrawn(live, serves: bool) -> None:
     at.record(2, checksums=SUMS)
     assert at.look() + at.look() == ["lost", "not 2"]
     (lost,) = (event for event in at.events if isinstance(event, Lost))
-    assert lost.withdrawn is serves and at.follower.matches == 0
+    assert (lost.withdrawn, lost.diverged) == (serves, 3) and at.follower.matches == 0
+
+
+def test_what_was_verified_is_served_on(live) -> None:
+    at = live(port(2, 3), arenas=4)
+    replica = at.start(2)
+    at.record(2, 3, checksums=SUMS)
+    replica.sound, at.when = True, lambda event: setattr(replica, "differs", "layer0.weight")
+    assert at.look() + at.look() + at.look() == ["closed 2", "lost", "not 3"]
+    (lost,) = (event for event in at.events if isinstance(event, Lost))
+    assert (lost.withdrawn, lost.diverged) == (False, 4) and replica.calls[-2:] == ["discard", "withdraw"]
+    assert at.follower.replica is replica and (at.follower.next, at.follower.verified) == (None, None)
 
 
 def test_what_is_lost_withdraws_nothing(live) -> None:

@@ -281,6 +281,22 @@ def test_reasons_of_the_connection_are_logged_with_the_rank(training, hand_node,
     assert [line.getMessage() for line in caplog.records] == ["flowcheck: rank 1: refused: you are late"]
 
 
+def test_a_run_that_the_node_refuses_for_good_is_not_tried_again(training, hand_node, monkeypatch) -> None:
+    monkeypatch.setattr(sending, "PAUSE", (0.0, 0.0))
+    one = training()
+    peer = joined(one, hand_node)
+    assert one.attachment.state == "attached"
+    peer.send("refused", why="its versions have diverged 2 times", final=True)
+    until(lambda: one.attachment.state == "refused")
+    assert one.attachment.why == "refused: its versions have diverged 2 times"
+    until(lambda: not one.attachment._senders[0]._thread.is_alive())
+    one.iterate(2)
+    assert (one.attachment.state, one.attachment.number) == ("refused", 5), "training goes on"
+    one.attachment.close(LONGEST)
+    assert one.attachment.state == "closed"
+
+
+
 def test_close_says_goodbye_once(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
