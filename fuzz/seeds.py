@@ -162,7 +162,7 @@ def _records() -> list[bytes]:
         {"type": "manifest", "job": {"schema": "flowcheck/job/1", "model": [{"name": "w", "shape": [3]}]}, "first": 5},
         {"type": "state", "iteration": 3, "groups": [{"lr": 0.5, "betas": [0.9, 0.999]}]},
         {"type": "record", "iteration": 1, "groups": [{"lr": 1e-3}], "clip": 0.5, "scale": 65536.0, "skipped": True,
-         "checksums": {"w": "0123456789abcdef"}},
+         "checksums": {"w": "0123456789abcdef"}, "sample": "AAAA"},
         {"type": "ranges", "request": 1, "ranges": [["w", 0, 2], ["b", 5, 1]]},
         {"type": "patch", "request": 1, "iteration": 2, "ranges": [["w", 0, 2]], "refused": ""},
         {"type": "patch", "request": 1, "iteration": 2, "refused": "gone \U0001f680"},

@@ -60,7 +60,7 @@ from updater.slot import Slot, SlotState
 from updater.step import StepValues
 from updater.store import BUILDING, COMPLETE, FREE, Store
 from updater.tuning import chosen
-from updater.verify import Comparison
+from updater.verify import Comparison, tensors_of
 
 __all__ = ["Replica", "Slot", "SlotState"]
 
@@ -403,7 +403,8 @@ class Replica:
         if self._comparers is None:
             cores = len(os.sched_getaffinity(0))
             self._comparers = self._pool if self._pool.threads else kernels.Pool(cores)
-        return Comparison(self._comparers, slot.parameters, checksums)
+        return Comparison(self._comparers, tensors_of(slot.parameters, slot.optimizer_state), checksums,
+                          {entry["name"]: entry["tied"] for entry in self._store.layout["entries"] if entry["tied"]})
 
     @contextmanager
     def pinned(self) -> Iterator[Slot]:

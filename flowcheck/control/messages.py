@@ -126,7 +126,9 @@ class Record:
     """Every rank, once per iteration: what the wire does not carry. Payload: `buffer.NAME`.
 
     groups: hyper-parameters of this step by parameter group. clip: factor that gradients were multiplied with. scale:
-    loss scale. skipped: the optimizer did nothing. checksums: 16 hexadecimal digits per model entry, after the step.
+    loss scale. skipped: the optimizer did nothing. checksums: 16 hexadecimal digits per model entry, by its name, and
+    per tensor of the optimizer's state, as `optimizer.NAME.KEY`, after the step. sample: some elements of some of these
+    tensors (flowcheck/job/sampling.py), "": of a trainer that sends none.
     """
 
     iteration: int
@@ -135,6 +137,7 @@ class Record:
     scale: float | None = None
     skipped: bool = False
     checksums: dict[str, str] = field(default_factory=dict)
+    sample: str = ""
 
     def __post_init__(self) -> None:
         _iteration(self.iteration, "record: iteration")

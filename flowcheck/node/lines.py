@@ -115,6 +115,7 @@ def closed_fields(
         "dropped": dropped, "lag": closed.lag, "updates": closed.updates, "rebuilt": closed.rebuilt,
         "patched": closed.patched, "stale": closed.stale,
         "final": closed.final, "filled": closed.filled, "unproven": closed.unproven, "matches": matches,
+        "sampled": closed.sampled,
         "failed": [clause for clause, _ in closed.why], "why": closed.why[:1] if lost else closed.why,
     }
 

@@ -71,7 +71,8 @@ class LiveSession(HealedFollower):
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         """Keep a step record. Raises UserError where it cannot be believed."""
         self._silence.over(record.iteration)
-        said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers)
+        said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers,
+                          record.sample)
         return self.keep_record(record.iteration, said, rank)
 
     def patch(self, rank: int, message: Patch, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -178,6 +178,8 @@ METRICS: tuple[Kind, ...] = (
          "Bytes of gradients, or of state that was patched, by what brought them", _each("filled", SOURCES, CELL)),
     Kind("flowcheck_patched_elements_total", "counter", (), "Elements that were patched with the trainers' own state",
          _one("patched")),
+    Kind("flowcheck_sampled_tensors_total", "counter", (),
+         "Tensors of versions of which a step record had some elements, all of them equal", _one("sampled")),
     Kind("flowcheck_stale_elements", "gauge", (), "Elements that still wait for that", _one("stale")),
     Kind("flowcheck_asked_bytes_total", "counter", ("of",),
          "Bytes of ranges that trainers were asked for (state) and peers (gradients)",

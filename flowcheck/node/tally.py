@@ -92,6 +92,7 @@ class GroupTally:
     rings: tuple[int, int] = (0, 0)
     arenas: tuple[int, int] = (0, 0)
     patched: int = 0
+    sampled: int = 0
     counts: dict[str, int] = field(default_factory=lambda: {
         "published": 0, "not_published": 0, "packets": 0, "placed": 0, "duplicates": 0, "healed": 0,
     })
@@ -161,6 +162,7 @@ class GroupTally:
         _add(self.missing, said["missing"])
         _add(self.filled, said["filled"])
         self.patched += said["patched"]
+        self.sampled += said.get("sampled", 0)
         self.status, self.stale, self.lag, self.matches = said["status"], said["stale"], said["lag"], said["matches"]
         if said["published"] and not self.manifest:
             self.step, self.step_time, self.kept, self.refused = Clock().after(said["iteration"]), now, None, 0.0

@@ -4,7 +4,8 @@
     builder.look(replica, iteration)            at every look at the rings, for the iteration that the version waits for
     builder.reserve(replica, iteration)         it is complete: is there a slot? If not, it has to stay open
     builder.conclude(replica, iteration, ...)   the verdict stands: what is left, with the values of the record
-    built = builder.built(seconds)              workers have written it, and compared it where there are checksums
+    built = builder.built(seconds)              workers have written it, and it was compared with the record's sample;
+                                                with its checksums by workers, where there are any
     builder.drop()                              the verdict does not stand: nothing was built
 
 What is handed over is applied by the replica's workers, into a slot that nobody reads. Nothing is published on it: a
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from parser.machine import Engine
 
+from flowcheck.job.sampling import Sample
 from flowcheck.rebuild.evidence import BucketCoverage, elements_of
 from flowcheck.rebuild.partial import Partial
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
@@ -79,13 +81,16 @@ class Built:
     updates: "early": its buckets were applied as they became complete, with values that were known or rightly assumed;
         "at_record": all of them after its iteration had closed; "": there is no version.
     rebuilt: how often it was begun in vain, because its record said otherwise.
-    differs: the first tensor that is not the trainer's, "": none is; None: no checksums came.
-    patched: elements into which the trainer's own state was written."""
+    differs: the first tensor that is not the trainer's, "": none is, by checksums of all of them; None: nothing says
+        that all of them are the trainer's.
+    patched: elements into which the trainer's own state was written.
+    sampled: tensors of which the record had some elements, and all of these are the trainer's."""
 
     updates: Literal["", "early", "at_record"] = ""
     rebuilt: int = 0
     differs: str | None = None
     patched: int = 0
+    sampled: int = 0
 
 
 class VersionBuilder:
@@ -104,6 +109,7 @@ class VersionBuilder:
         self._concluded: Built | None = None  # the version that workers are at
         self._iteration = -1  # that makes it
         self._sums: dict[str, int] = {}  # the trainer's of it
+        self._sample: tuple[Sample, int] | None = None
         self._comparison: Comparison | None = None
 
     def look(self, replica: JobReplica, iteration: int) -> None:
@@ -168,6 +174,7 @@ class VersionBuilder:
             raise
         self._concluded, self._iteration = Built("early" if early else "at_record", self._rebuilt), iteration
         self._sums = {} if record is None else record.sums()
+        self._sample = None if record is None else self._records.sample(iteration)
         self._handed.clear()
         self._rebuilt = 0
 
@@ -185,14 +192,26 @@ class VersionBuilder:
             differs = self._comparison.differing(seconds)
             if differs is None:
                 return None
+            if not differs and not self._comparison.whole:
+                differs = None
         elif not self._replica.written(seconds) or self._patch():
             return None
-        elif self._sums:
+        elif not (differs := self._sampled(self._replica)) and self._sums:
             self._comparison = self._replica.compare(self._sums)
             return None
         built = replace(self._concluded, differs=differs)
         self._replica = self._concluded = self._comparison = None
         return built
+
+    def _sampled(self, replica: JobReplica) -> str | None:
+        """Hold the record's sample against the version, which is written. The first tensor that differs."""
+        assert self._concluded is not None
+        if self._sample is None:
+            return None
+        trusted = self.partial.trusts() if self.partial is not None else lambda entry: True
+        differs, count = self._records.sampled.compare(*self._sample, replica.version, trusted)
+        self._concluded = replace(self._concluded, sampled=count)
+        return differs or None
 
     def _patch(self) -> bool:
         """Write what the trainers have sent of this version's elements, once; are workers at it?"""

@@ -39,6 +39,7 @@ class Closed(Event):
     why: (clause, reason) of what failed; without the step record where none was waited for.
     filled: cells of 8 bytes by the source that brought them (merger.py).
     unproven: what the verdict rests on and nothing has shown.
+    sampled: tensors of its version of which the trainer's record had some elements, all of them equal.
     judged: all that is known. The bytes of its buckets lie in the arena until the next event is asked for, and where
     checksums were compared they are gone.
     """
@@ -61,6 +62,7 @@ class Closed(Event):
     final: str = ""
     filled: dict[str, int] = field(default_factory=dict)
     unproven: list[str] = field(default_factory=list)
+    sampled: int = 0
 
 
 def closed(
@@ -81,7 +83,7 @@ def closed(
         judged.verdict.iteration, published, status, counts["packets"], counts["placed"], missing, whole,
         counts["duplicates"], lag, clauses, built.updates, built.rebuilt, judged, built.patched,
         judged.evidence.stale or 0, judged.verdict.final, judged.filled | patched,
-        list(judged.verdict.unproven),
+        list(judged.verdict.unproven), built.sampled,
     )
 
 

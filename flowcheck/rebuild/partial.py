@@ -35,6 +35,7 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job, dtype_size
+from flowcheck.job.sampling import KEYS, state_name
 from flowcheck.rebuild.evidence import BucketCoverage
 from flowcheck.rebuild.intervals import both, intervals, without
 from flowcheck.rebuild.plan import JobPlan
@@ -143,8 +144,16 @@ class Partial:
     def trusted(self, sums: Mapping[str, int]) -> dict[str, int]:
         """Those of a trainer's sums that can be compared: of entries of which nothing is stale."""
         stale = self.stale.names | self.absent
-        owner = {entry.name: entry.tied or entry.name for entry in self._job.model}
+        if not stale:
+            return dict(sums)
+        owner = {state_name(name, key): name for name in self._optimized for key in KEYS}
+        owner |= {entry.name: entry.tied or entry.name for entry in self._job.model}
         return {name: value for name, value in sums.items() if owner[name] not in stale}
+
+    def trusts(self) -> Callable[[str], bool]:
+        """May the tensors of an entry be compared? Nothing of it is stale."""
+        stale = self.stale.names | self.absent
+        return lambda entry: entry not in stale
 
     # -- asking --
 

@@ -1,9 +1,10 @@
 """Step records: what trainers say of each iteration and the wire does not carry.
 
 Every rank sends one. The first that has all that is declared counts, and later ones must say the same; where they do
-not, nothing is built on either. One that comes when its iteration has closed is held against what was built with, and
-refused if it says otherwise: its rank has another state than the version. Memory: a record for each iteration that may
-still close, and what the last CLOSED ones said without their tensors. One thread.
+not, nothing is built on either. Where the model has buffers those of rank 0 count, and what other ranks say of all else
+must be the same all the same. A record that comes when its iteration has closed is held against what was built with,
+and refused if it says otherwise: its rank has another state than the version. Memory: a record for each iteration that
+may still close, and what the last CLOSED ones said without their tensors. One thread.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
+from flowcheck.job.sampling import KEYS, Sample, state_name
+from flowcheck.rebuild.sampled import Sampled
 from updater.step import StepValues
 
 __all__ = ["RecordWait", "StepRecord", "StepRecords"]
@@ -29,8 +32,9 @@ WAIT_SAID = 0.5  # seconds that a record may be later than its traffic before th
 @dataclass(frozen=True)
 class StepRecord:
     """groups: hyper-parameters of the step by parameter group. clip: factor that gradients were multiplied with. scale:
-    loss scale. skipped: the optimizer did nothing. checksums: 16 hexadecimal digits per model entry, after the step.
-    buffers: by name, those of rank 0."""
+    loss scale. skipped: the optimizer did nothing. checksums: 16 hexadecimal digits per model entry, and per tensor of
+    the optimizer's state, after the step; empty: not of this one. sample: some of their elements, "": none. buffers: by
+    name, those of rank 0."""
 
     groups: Sequence[Mapping[str, Any]] = ()
     clip: float | None = None
@@ -38,6 +42,7 @@ class StepRecord:
     skipped: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    sample: str = ""
 
     def values(self) -> StepValues:
         """As the updater takes them. Raises UpdaterError for values that no optimizer can use."""
@@ -52,12 +57,14 @@ class StepRecords:
 
     def __init__(self, job: Job, clock: Clock) -> None:
         self._clock = clock
+        self.sampled = Sampled(job)
         self._names = {entry.name for entry in job.model}
-        self._needs_buffers = any(entry.kind == "buffer" for entry in job.model)
+        self._names |= {state_name(entry.name, key) for entry in job.model if entry.kind == "optimized" for key in KEYS}
+        self._buffers = {entry.name for entry in job.model if entry.kind == "buffer"}
         self._kept: dict[int, StepRecord] = {}
+        self._common: dict[int, StepRecord] = {}  # what all ranks have said, without their buffers
         self._disputed: set[int] = set()  # iterations of which ranks said different things
-        self._closed: dict[int, StepRecord] = {}  # records that were built with
-        self._uncounted: dict[int, StepRecord] = {}  # of ranks without what has to be kept, before one with it
+        self._closed: dict[int, StepRecord] = {}  # the same of iterations that have closed
         self.newest = -1
 
     def __contains__(self, iteration: int) -> bool:
@@ -73,7 +80,7 @@ class StepRecords:
 
     def counts(self, rank: int) -> bool:
         """Are the records of this rank kept? DDP's buffers are those of rank 0."""
-        return rank == 0 or not self._needs_buffers
+        return rank == 0 or not self._buffers
 
     def since(self, oldest: int) -> int | None:
         """The first iteration, `oldest` or later, from which on no record is missing up to the newest that is kept."""
@@ -88,21 +95,23 @@ class StepRecords:
         """oldest: iterations before it have closed. Raises UserError where a record cannot be believed."""
         self.newest = max(self.newest, iteration)
         if iteration < oldest:
-            if (built_with := self._closed.get(iteration)) is not None and built_with != record:
+            before = self._closed.get(iteration)
+            if before is not None and _both(before, self._without_buffers(record)) is None:
                 raise self._differs(iteration, rank)
             return
-        if not self.counts(rank):
-            before = self._kept.get(iteration) or self._uncounted.setdefault(iteration, record)
-            if before != record:
-                self._disputed.add(iteration)
-                raise self._differs(iteration, rank)
-            return
-        for name, text in record.checksums.items():
-            if name not in self._names or not re.fullmatch("[0-9a-f]{16}", text):
-                raise UserError(f"a checksum {text[:20]!r} of {name[:80]!r}", where=f"rank {rank}")
-        if self._kept.setdefault(iteration, record) != record or self._uncounted.get(iteration, record) != record:
+        if record not in (self._kept.get(iteration), self._common.get(iteration)):  # else all of it was looked at
+            self._check(iteration, record, f"rank {rank}")
+        self._agree(self._common, iteration, self._without_buffers(record), rank)
+        if self.counts(rank):
+            self._agree(self._kept, iteration, record, rank)
+
+    def _agree(self, said: dict[int, StepRecord], iteration: int, record: StepRecord, rank: int) -> None:
+        before = said.get(iteration)
+        both = record if before is None else _both(before, record)
+        if both is None:
             self._disputed.add(iteration)
             raise self._differs(iteration, rank)
+        said[iteration] = both
 
     def _differs(self, iteration: int, rank: int) -> UserError:
         return UserError(
@@ -110,14 +119,44 @@ class StepRecords:
             where=f"rank {rank}", remedy="learning rates, clipping and skipped steps that are the same on all ranks",
         )
 
+    def _without_buffers(self, record: StepRecord) -> StepRecord:
+        """What must be the same on all ranks although each may have buffers of its own."""
+        sums = {name: text for name, text in record.checksums.items() if name not in self._buffers}
+        return replace(record, checksums=sums, buffers={})
+
+    def sample(self, iteration: int) -> tuple[Sample, int] | None:
+        """That of an iteration's record, and the trainer's number of it; None: it has none."""
+        record, number = self.of(iteration), self._clock.number(iteration)
+        if record is None or not record.sample:
+            return None
+        return self.sampled.sample(record.sample, number, "record"), number
+
+    def _check(self, iteration: int, record: StepRecord, where: str) -> None:
+        for name, text in record.checksums.items():
+            if name not in self._names or not re.fullmatch("[0-9a-f]{16}", text):
+                raise UserError(f"a checksum {text[:20]!r} of {name[:80]!r}", where=where)
+        if record.sample:
+            self.sampled.sample(record.sample, self._clock.number(iteration), where)
+
     def forget(self, iteration: int) -> None:
-        """It has closed: its record and older ones are of no more use."""
+        """It has closed: its record and older ones are of no more use but to be compared with."""
         for old in [t for t in self._kept if t <= iteration]:
-            self._closed[old] = replace(self._kept.pop(old), buffers={})
-        self._uncounted = {t: one for t, one in self._uncounted.items() if t > iteration}
+            del self._kept[old]
+        for old in [t for t in self._common if t <= iteration]:
+            self._closed[old] = self._common.pop(old)
         while len(self._closed) > CLOSED:
             del self._closed[next(iter(self._closed))]
-        self._disputed &= self._kept.keys() | self._uncounted.keys()
+        self._disputed = {t for t in self._disputed if t > iteration}
+
+
+def _both(one: StepRecord, other: StepRecord) -> StepRecord | None:
+    """What two ranks say of an iteration; None: they contradict each other. Checksums, and a sample, that only one of
+    them has are its own matter: how often a rank sends checksums depends on what they cost there."""
+    bare = (replace(each, checksums={}, sample="") for each in (one, other))
+    said = all(not a or not b or a == b for a, b in ((one.checksums, other.checksums), (one.sample, other.sample)))
+    if not said or next(bare) != next(bare):
+        return None
+    return replace(one, checksums=one.checksums or other.checksums, sample=one.sample or other.sample)
 
 
 class RecordWait:

@@ -395,6 +395,12 @@ class JobReplica:
         self._replica.discard(self._slot)
         self._slot = None
 
+    @property
+    def version(self) -> Slot:
+        """The version being built."""
+        assert self._slot is not None
+        return self._slot
+
     def compare(self, checksums: Mapping[str, int]) -> Comparison:
         """Compare the version being built with a trainer's checksums, on other threads; do not end it meanwhile."""
         assert self._replica is not None and self._slot is not None

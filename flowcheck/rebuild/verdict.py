@@ -230,7 +230,7 @@ def _step_record(evidence: Evidence) -> str:
 def _checksum(evidence: Evidence) -> str:
     if evidence.checksum in (None, "match"):
         return ""
-    return "the trainer's checksum of its parameters differs from the replica's"
+    return "the trainer's checksum or sample of its state differs from the replica's"
 
 
 def _previous(evidence: Evidence) -> str:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import ssl
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ import torch.distributed as dist
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
+from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.description import Model, check_gradients
 from flowcheck.trainer.following import STATES, Following, Over, serve
@@ -58,7 +60,7 @@ RENEWED_WITHIN = 100  # iterations
 
 def attach(
     model: Any, optimizer: Any, *, node: str | Sequence[str] | None = None,
-    token: str | None = None, checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0,
+    token: str | None = None, checksum_every: int | None = None, group: str = "", run_id: str = "", epoch: int = 0,
     iteration: int = 0, max_stall_s: float = 10.0, topology: Topology | Mapping[str, Topology] | None = None,
     collectives: Collectives | Mapping[str, Collectives] | None = None, scheduler: Any = None, scaler: Any = None,
     ca: str | None = None,
@@ -72,7 +74,8 @@ def attach(
     node: HOST:PORT of its control port; or a list of them, of nodes that mirror the same ranks. None: what the variable
         FLOWCHECK_NODE says, several with commas.
     token: the shared secret, 16 characters or more. None: the first line of the file that FLOWCHECK_TOKEN_FILE names.
-    checksum_every: send parameter checksums each K-th iteration; 0: never, and the replica stays unverified.
+    checksum_every: send checksums of all parameters and optimizer state each K-th iteration; 0: never, and versions
+        stay unverified. None: each 100th, or more rarely where these cost more than cadence.SHARE of the time.
     group: name of this group of ranks, where a node follows several. Of a rank with several parts it is put before
         the name of each ("GROUP.PART").
     run_id, epoch: who this run is; a restarted job has another epoch. One that says an epoch in which another start
@@ -93,7 +96,7 @@ def attach(
     if not addresses or len(set(addresses)) < len(addresses):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="node", remedy="each node once")
     secret, tls = tokens_of(token), context_of(ca)
-    for what, number in (("checksum_every", checksum_every), ("epoch", epoch), ("iteration", iteration)):
+    for what, number in (("checksum_every", checksum_every or 0), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
     if not 0 <= max_stall_s <= threading.TIMEOUT_MAX:
@@ -109,12 +112,12 @@ class Attachment(Told):
 
     def __init__(
         self, model: Any, optimizer: Any, addresses: list[tuple[str, int]],
-        token: Callable[[], bytes], checksum_every: int, name: str, run_id: str, epoch: int, iteration: int,
+        token: Callable[[], bytes], checksum_every: int | None, name: str, run_id: str, epoch: int, iteration: int,
         max_stall_s: float, topology: Any, collectives: Any, keeper: Keeper, tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(torch_optimizer(optimizer), keeper.scaler)
         self.number, self._keeper, self._said_epoch = iteration, keeper, epoch
-        self._checksum_every, self._max_stall = checksum_every, max_stall_s
+        self._cadence, self._max_stall = Cadence(checksum_every, self._say), max_stall_s
         self._refused = ""
         self._closed = False
         self._stepped = -1  # of the optimizer since the last boundary; -1: its hook has not been heard of yet
@@ -195,6 +198,11 @@ class Attachment(Told):
         return max((one.epoch for one in self._parts), default=self._said_epoch)
 
     @property
+    def checksum_every(self) -> int:
+        """Iterations from one that has checksums to the next, as it is now; 0: none has any."""
+        return self._cadence.every
+
+    @property
     def published(self) -> tuple[int, str]:
         """(iteration, status) of the nodes' newest version; (-1, "") if there is none. Of several parts the oldest."""
         return min((one.published for one in self._parts), default=(-1, ""))
@@ -237,14 +245,17 @@ class Attachment(Told):
             raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
                             where=f"iteration {self.number}", remedy="parameters in float32 and autocast")
         after = Clock().after(self.number)
-        checked = bool(self._checksum_every) and after % self._checksum_every == 0
+        checked = self._cadence.due(after)
         kept = cache(partial(self._keeper.give, user, after, *self._world, self._say))
         it = Over(self.number, clip, scale, bool(skipped), checked, kept, self._world[0], stood, renewed)
+        begin = time.monotonic()
         for number, one in enumerate(self._parts):
             one.over(it)
             if self._changes is not None:
                 self._changes.expect(number, one.job is not None)
         self._keep_places()
+        summed = sum(one.summing for one in self._parts) if checked else None
+        self._cadence.over(begin, summed or None)
         serve(self._parts, self._max_stall, self.number)
 
     def _changed(self, stepped: int, told: bool) -> str:

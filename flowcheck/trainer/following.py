@@ -33,6 +33,7 @@ from flowcheck.trainer.description import Model, Watch, entries, group_options
 from flowcheck.trainer.loop import AttachmentState
 from flowcheck.trainer.parts import Part, local
 from flowcheck.trainer.ranges import Source, Wish
+from flowcheck.trainer.sample import Sampler, states
 from flowcheck.trainer.sender import Identity, Sender
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.starts import started
@@ -87,6 +88,7 @@ class Following:
             part, optimizer, self.described, listed, lambda: self._topology()["communicator"], run_id, epoch
         )
         self.source = Source(part, optimizer, self.described)
+        self._sampler = Sampler(part, optimizer, self.described, run_id, epoch)
         self._run = run_id, epoch
         self.job: Job | None = None
         self._first = 0
@@ -95,6 +97,7 @@ class Following:
         self._stepped_with: list[dict[str, Any]] | None = None  # of the step before the boundary
         self._meeting = False  # the job has just become known
         self.unsaid = ""
+        self.summing = 0.0  # seconds that the checksums of the last boundary that had some have taken
         self.senders: list[Sender] = []
         self._answered = threading.Event()  # by any of the nodes
 
@@ -168,6 +171,7 @@ class Following:
         """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
         self.described = entries(self.part, self._optimizer)
         self.source = Source(self.part, self._optimizer, self.described)
+        self._sampler = Sampler(self.part, self._optimizer, self.described, *self._run)
         self.watch.redescribe(self.described)
 
     def constants(self) -> list[torch.Tensor]:
@@ -298,17 +302,21 @@ class Following:
         if buffers or it.checked:
             state = self.part.state_dict()
             if it.checked:
-                sums = checksums({entry.name: state[entry.name] for entry in self.described.entries})
+                begin = time.monotonic()
+                tensors = {entry.name: state[entry.name] for entry in self.described.entries}
+                sums = checksums(states(self.described, self._optimizer) | tensors)
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
+                self.summing = time.monotonic() - begin
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
         kept = it.kept() if any(sender.takes_user for sender in senders) else None
+        payload = self._sampler.take(it.number, held)
         for sender in senders:
             for link, wish in sender.asked():  # before the record: who has that has these, if there are any
                 sender.put(*self.source.answer(wish, it.number), asked_on=link)
             if kept is not None and sender.takes_user:
                 sender.put(User(it.number, it.rank), kept)
-            sender.put(record, held)
+            sender.put(record, payload)
 
     def _send_state(self, senders: list[Sender], number: int) -> None:
         """Model and optimizer as they are now, before iteration `number`."""

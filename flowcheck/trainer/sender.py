@@ -50,6 +50,7 @@ from flowcheck.control.tensors import packed, packed_bytes
 from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError
 from flowcheck.trainer.ranges import Copies, Wish
+from flowcheck.trainer.sample import Taken
 
 __all__ = ["Identity", "Sender"]
 
@@ -153,7 +154,7 @@ class Sender:
                     return False
                 self._unsent += len(tensors)
         try:
-            self._queue.put_nowait((link, message, tensors or {}))
+            self._queue.put_nowait((link, message, {} if tensors is None else tensors))
         except queue.Full:
             if isinstance(tensors, bytes):
                 with self._lock:
@@ -292,6 +293,8 @@ class Sender:
                 if to is link and message is _OPENING:
                     self._again.set()
                 elif to is link:
+                    if isinstance(tensors, Taken):
+                        message.sample = tensors.text()
                     _send(link, message, tensors.on_host() if isinstance(tensors, Copies) else tensors)
             finally:
                 self._done(tensors)

@@ -86,13 +86,13 @@ FORMS: list[tuple[Any, bytes]] = [
     (Manifest({"epoch": 1}, 7), b'{"type":"manifest","job":{"epoch":1},"first":7}'),
     (State(4, [{"lr": 0.5}]), b'{"type":"state","iteration":4,"groups":[{"lr":0.5}]}'),
     (
-        Record(5, [{"lr": 0.5}], 0.25, 8.0, True, {"w": "0123456789abcdef"}),
+        Record(5, [{"lr": 0.5}], 0.25, 8.0, True, {"w": "0123456789abcdef"}, "AAAA"),
         b'{"type":"record","iteration":5,"groups":[{"lr":0.5}],"clip":0.25,"scale":8.0,"skipped":true,'
-        b'"checksums":{"w":"0123456789abcdef"}}',
+        b'"checksums":{"w":"0123456789abcdef"},"sample":"AAAA"}',
     ),
     (
         Record(6),
-        b'{"type":"record","iteration":6,"groups":[],"clip":null,"scale":null,"skipped":false,"checksums":{}}',
+        b'{"type":"record","iteration":6,"groups":[],"clip":null,"scale":null,"skipped":false,"checksums":{},"sample":""}',
     ),
     (
         Ranges(3, [("a.weight", 0, 1), ("b", 7, 20), ("a.weight", 5, 2)]),

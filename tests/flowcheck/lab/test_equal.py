@@ -119,6 +119,8 @@ def test_what_a_step_may_do(pair: LabRun, name: str) -> None:
     # a checksum of the trainer's own parameters has been compared on the way, and agreed
     last = said(pair, "iteration")[-1]
     assert last["status"].split()[0] in ("verified", "follows")
+    published = [line for line in said(pair, "iteration") if line["published"] and line["iteration"] >= first]
+    assert all(line["sampled"] for line in published)  # every record has a sample, and all have agreed
     if not settings.keys() & {"clip", "loss_scale", "schedule"}:  # every record says the same
         assert last["updates"] == "early"
 

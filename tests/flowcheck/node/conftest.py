@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Flows, Link, Manifest, Patch, Ranges, Record, Refused, State, Wanted, greet
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.job.model import Job
@@ -350,6 +351,11 @@ class Truth:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: self.parameters[name].detach().clone() for name in (e.name for e in self.job.model)}
+
+    def sums(self) -> dict[str, str]:
+        """As a record has them: of the model and of the optimizer's state."""
+        kept = {f"optimizer.{name}.{key}": one for name, of in self.state().items() for key, one in of.items()}
+        return {name: f"{value:016x}" for name, value in checksums(self.tensors() | kept).items()}
 
 
 @pytest.fixture

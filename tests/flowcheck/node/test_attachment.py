@@ -244,8 +244,9 @@ def test_one_more_reduction_of_a_buckets_size(train, port) -> None:
 
 
 def test_what_records_say_and_when_there_is_none(train, port) -> None:
-    """Checksums are of every entry, frozen tensors and buffers too. A step whose clipping is no number has no record,
-    and the next one has. Once the trainer counts otherwise than the optimizer steps, there are no more."""
+    """Checksums are of every entry, frozen tensors and buffers too, and of the optimizer's state. A step whose clipping
+    is no number has no record, and the next one has. Once the trainer counts otherwise than the optimizer steps, there
+    are no more."""
     records: dict[int, list[Record]] = {0: [], 1: []}
     first, second = train(port(_keeps(records)), 9, odd=["4=nan", "7=twice"]).finish()
     for lines, rank in ((first, 0), (second, 1)):
@@ -253,8 +254,11 @@ def test_what_records_say_and_when_there_is_none(train, port) -> None:
         assert [record.iteration for record in records[rank]] in ([3, 5, 6], [3, 5, 6, 7])  # the last may be on its way
         assert "clip is nan" in lines[4]["why"] and lines[4]["state"] == "attached"
         assert lines[7]["state"] == "refused" and "stepped 0 times" in lines[7]["why"]
-        names = set(lines[3]["hashes"]) - {name for name in lines[3]["hashes"] if ".exp_avg" in name}
-        assert records[rank][1].checksums.keys() == names and {"frozen", "norm.running_mean"} < names
+        states = {name for name in lines[3]["hashes"] if ".exp_avg" in name}
+        names = lines[3]["hashes"].keys() - states
+        states |= {f"{name.rpartition('.')[0]}.step" for name in states}
+        assert records[rank][1].checksums.keys() == names | {f"optimizer.{name}" for name in states}
+        assert {"frozen", "norm.running_mean"} < names and all(record.sample for record in records[rank])
 
 
 def test_a_parameter_that_somebody_else_may_step_is_named(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.directory import tensor_sha256
-from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Joined, Refused, Wanted
 from updater.reader import Reader
 
@@ -18,10 +17,6 @@ from ..altered import altered, spots
 from .test_service import _iteration, _job, _join, _run
 
 pytestmark = pytest.mark.root
-
-
-def sums(run: Any) -> dict[str, str]:
-    return {name: f"{value:016x}" for name, value in checksums(run.tensors()).items()}
 
 
 def shas(run: Any) -> dict[str, str]:
@@ -59,7 +54,7 @@ def test_the_next_checksum_catches_a_forged_byte(start_node, attach, truth, lan,
     made = run.traffic(t)
     lan.send([frame for _, frame in made.packets])
     run.advance(made)
-    trainer.record(t, groups=[{}], checksums=sums(run))
+    trainer.record(t, groups=[{}], checksums=run.sums())
     line = node.wait("iteration", iteration=t)
     assert (line["published"], line["failed"], line["status"]) == (False, ["checksum"], "diverged")
     assert "differs from the trainer's" in node.said("lost")[-1]["why"] and node.said("lost")[-1]["serves"] == -1
@@ -72,7 +67,7 @@ def test_the_next_checksum_catches_a_forged_byte(start_node, attach, truth, lan,
     made = run.traffic(t)
     lan.send([frame for _, frame in made.packets])
     run.advance(made)
-    trainer.record(t, groups=[{}], checksums=sums(run))
+    trainer.record(t, groups=[{}], checksums=run.sums())
     line = node.wait("iteration", iteration=t)
     assert line["published"] and line["status"] == "verified"
     assert json.loads((tmp_path / "hashes.jsonl").read_text().splitlines()[-1])["tensors"] == shas(run)
@@ -96,7 +91,7 @@ def compared(node: Any, run: Any, lan: Any, trainer: Any) -> dict[str, Any]:
     made = run.traffic(t)
     lan.send([frame for _, frame in made.packets])
     run.advance(made)
-    trainer.record(t, groups=[{}], checksums=sums(run))
+    trainer.record(t, groups=[{}], checksums=run.sums())
     line: dict[str, Any] = node.wait("iteration", iteration=t)
     return line
 

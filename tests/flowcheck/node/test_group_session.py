@@ -202,7 +202,7 @@ def test_the_end_is_said_by_rank_0(scene) -> None:
 LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [], "early", 1, unproven=["a peer"])
 SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
         "dropped": {}, "lag": 7, "updates": "early", "rebuilt": 1, "patched": 0, "stale": 0,
-        "final": "", "filled": {}, "unproven": ["a peer"], "matches": 0}
+        "final": "", "filled": {}, "unproven": ["a peer"], "matches": 0, "sampled": 0}
 
 
 def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
@@ -498,7 +498,6 @@ def test_a_replica_without_room_names_those_that_are_kept(scene, tmp_path) -> No
 
 def test_a_group_follows_a_job_with_real_packets(tmp_path, truth) -> None:
     """Manifest, state, traffic and record, all through the inbox; the version is torch's."""
-    from flowcheck.control.checksum import checksums
     from flowcheck.rebuild.plan import plan_job
 
     job = small_job(optimizer="adamw", options={"lr": 0.5})
@@ -515,7 +514,7 @@ def test_a_group_follows_a_job_with_real_packets(tmp_path, truth) -> None:
     made = run.traffic(2)
     at.rings[0].put(made.packets)
     run.advance(made)
-    at.give(peer, Record(2, checksums={n: f"{value:016x}" for n, value in checksums(run.tensors()).items()}))
+    at.give(peer, Record(2, checksums=run.sums()))
     with at.placers:
         at.give(peer, Bye())
     assert at.events("iteration")[0]["published"] and peer.told[-1] == Progress(2, "verified")

@@ -128,12 +128,12 @@ def test_every_field_of_an_iteration_has_its_name(lost: bool) -> None:
     """Where there is no version to go on from, the first reason is enough."""
     why = [("covered", "a hole"), ("previous", "no")]
     one = Closed(7, True, "verified", 11, 12, {"lost": 13}, 14, 15, 16, why, "early", 17, None, 18, 19, "passed",
-                 {"stream": 20}, ["a mark"])
+                 {"stream": 20}, ["a mark"], 23)
     assert closed_fields(one, 107, {"ring_full": 21}, lost=lost, matches=22) == {
         "iteration": 107, "published": True, "status": "verified", "packets": 11, "placed": 12, "missing": {"lost": 13},
         "healed": 14, "duplicates": 15, "dropped": {"ring_full": 21}, "lag": 16, "updates": "early", "rebuilt": 17,
         "patched": 18, "stale": 19, "final": "passed", "filled": {"stream": 20}, "unproven": ["a mark"], "matches": 22,
-        "failed": ["covered", "previous"], "why": why[:1] if lost else why,
+        "sampled": 23, "failed": ["covered", "previous"], "why": why[:1] if lost else why,
     }
 
 

@@ -137,5 +137,5 @@ def test_the_dashboard_shows_every_kind_of_thing() -> None:
         "flowcheck_checkpoint_step", "flowcheck_parameters_step", "flowcheck_common_step",
         "flowcheck_last_verified_step",
         "flowcheck_failure_detected_timestamp_seconds", "flowcheck_failure_restored_timestamp_seconds",
-        "flowcheck_failure_resumed_timestamp_seconds",
+        "flowcheck_failure_resumed_timestamp_seconds", "flowcheck_sampled_tensors_total",
     }  # for who looks closer

@@ -61,8 +61,10 @@ FAILS = [
     (Clause.SUPPORTED, {"refused": "one message too many per channel"}, "one message too many per channel"),
     (Clause.STEP_RECORD, {"step_record_present": False},
      "the manifest declares per-step values and their record is not here"),
-    (Clause.CHECKSUM, {"checksum": "mismatch"}, "the trainer's checksum of its parameters differs from the replica's"),
-    (Clause.CHECKSUM, {"checksum": "later"}, "the trainer's checksum of its parameters differs from the replica's"),
+    (Clause.CHECKSUM, {"checksum": "mismatch"},
+     "the trainer's checksum or sample of its state differs from the replica's"),
+    (Clause.CHECKSUM, {"checksum": "later"},
+     "the trainer's checksum or sample of its state differs from the replica's"),
     (Clause.PREVIOUS, {"previous_published": False},
      "the iteration before was not published; there is nothing to build on"),
 ]

@@ -66,7 +66,7 @@ def test_numbers_at_their_bounds_are_taken(good: dict[str, Any]) -> None:
 
 def test_the_defaults() -> None:
     attachment = attach()
-    assert (attachment.number, attachment._checksum_every, attachment._max_stall) == (0, 0, 10.0)
+    assert (attachment.number, attachment.checksum_every, attachment._max_stall) == (0, 100, 10.0)
 
 
 @pytest.fixture

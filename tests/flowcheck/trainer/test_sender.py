@@ -279,7 +279,7 @@ def test_messages_go_out_in_order(hand_node, sender) -> None:
     assert all(mine.put(Record(number, [{"lr": 0.5}], 0.25, None, False, {"a": "00"})) is True for number in range(3))
     assert [peer.expect("record") for _ in range(3)] == [
         {"iteration": number, "groups": [{"lr": 0.5}], "clip": 0.25, "scale": None, "skipped": False,
-         "checksums": {"a": "00"}} for number in range(3)
+         "checksums": {"a": "00"}, "sample": ""} for number in range(3)
     ]
 
 
