@@ -4,6 +4,9 @@ Rules: write aside, fsync the file, rename, fsync the directory that holds the n
 durable in the same way: its files first, then itself, then its parent. Only local names are used aside:
 `.<name>.partial-<pid>` in the same directory, so that the rename never crosses file systems. Where several may write
 one name at once, eight more digits follow.
+
+What is written holds weights, or says where they lie: files are 0600 and directories 0700, whatever the umask, and no
+link is followed. `let_read` is for a process whose operator wants others to read them (output.readable_by of a node).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,12 +25,14 @@ from pathlib import Path
 from flowcheck.errors import EnvironmentProblem
 
 __all__ = [
-    "adopt", "came_last", "check_writable", "exchange", "fsync_directory", "make_directory", "partial_name",
-    "remove_left", "remove_tree", "reporting", "write_atomic", "write_synced",
+    "adopt", "came_last", "check_writable", "exchange", "fsync_directory", "let_read", "make_directory",
+    "new_directory", "partial_name", "private", "remove_left", "remove_tree", "reporting", "write_atomic",
+    "write_synced",
 ]
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+READERS = {"owner": 0, "group": 0o040, "all": 0o044}
 LEFT_SECONDS = 600.0  # after which nobody writes what is aside: on a file system of several machines, pids say little
 
 
@@ -35,6 +41,34 @@ def partial_name(path: Path, several: bool = False) -> Path:
     where numbers of processes are the same, may write one path at once: a name that nobody else has."""
     more = f"-{secrets.token_hex(4)}" if several else ""
     return path.parent / f".{path.name}.partial-{os.getpid()}{more}"
+
+
+_readers = 0  # bits of those who may read besides the owner
+
+
+def let_read(whom: str) -> None:
+    """Who may read what this process writes from now on: "owner", "group" or "all"."""
+    global _readers
+    _readers = READERS[whom]
+
+
+def private(path: str | os.PathLike[str], flags: int, links: int = os.O_NOFOLLOW) -> int:
+    """An opener: a file that it makes is for this user, and for those whom `let_read` says. links: 0: one that leads
+    elsewhere is followed."""
+    descriptor = os.open(path, flags | links | os.O_CLOEXEC, 0o600)
+    found = os.fstat(descriptor)
+    if _readers and flags & os.O_CREAT and stat.S_ISREG(found.st_mode) and not found.st_size:
+        with contextlib.suppress(OSError):  # a file system without modes
+            os.fchmod(descriptor, 0o600 | _readers)  # the umask has no say in it
+    return descriptor
+
+
+def new_directory(path: Path) -> None:
+    """Make one that is not there, for what `private` makes. Raises OSError."""
+    os.mkdir(path, 0o700)
+    if _readers:
+        with contextlib.suppress(OSError):
+            os.chmod(path, 0o700 | _readers | _readers >> 2)
 
 
 @contextlib.contextmanager
@@ -55,7 +89,7 @@ def reporting(
 
 def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """A new file with these bytes, on the disk when this returns. The directory entry is not yet."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    descriptor = private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         for piece in pieces:
             left = memoryview(piece)
@@ -78,8 +112,12 @@ def fsync_directory(path: Path) -> None:
 def make_directory(path: Path) -> None:
     """Make a directory and those above it that are missing; each name is durable on return."""
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
-    path.mkdir(parents=True, exist_ok=True)
     for folder in reversed(missing):
+        try:
+            new_directory(folder)
+        except FileExistsError:
+            if not folder.is_dir():  # otherwise somebody else was quicker
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         fsync_directory(folder.parent)
 
 
@@ -156,8 +194,13 @@ def came_last(path: Path, others: Iterable[int]) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a directory that nobody may use, as far as that is possible."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a directory that nobody may use, as far as that is possible, or what has come there in its place: shutil
+    opens what it is given, and would wait for a pipe."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def remove_left(directory: Path, names: str) -> None:

@@ -82,7 +82,7 @@ cdef extern from "machine.h" nogil:
         uint64_t *voids
     ctypedef struct fc_times:
         int64_t iteration
-        uint64_t first_ns, last_ns
+        uint64_t first_ns, last_ns, latest_first_ns, earliest_last_ns
     ctypedef struct fc_shed:
         int64_t first, end
     ctypedef struct fc_shared:
@@ -97,6 +97,8 @@ cdef extern from "machine.h" nogil:
         uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn, agreements, disagreements
         uint64_t first_anchor
         uint64_t seen[1]
+        int64_t iteration
+        uint64_t gradient_ns
     ctypedef struct fc_side_packet:
         pass
     ctypedef struct fc_log_entry:

@@ -145,8 +145,9 @@ cdef class Engine(Arenas):
         M.cts_known = cts_fill(M.cts_elements, self.elements)
         M.begun = M.unlogged_last = M.missed_iteration = -1
         M.unlogged_first = INT64_MAX
-        for i in range(<uint32_t>FC_TIMES):
-            M.times[i].iteration = -1
+        M.times = <fc_times *>zeroed(M.streams * FC_TIMES, sizeof(fc_times))
+        for i in range(M.streams * <uint32_t>FC_TIMES):
+            M.times[i].iteration = -2
         for s in range(M.streams):
             M.stands[s] = FC_NOTHING_SEEN
         M.shared, M.final_hint = &self.shared, M.own_hint
@@ -161,7 +162,7 @@ cdef class Engine(Arenas):
                 f = &M.states[s * M.flows + i]
                 f.edge, f.qp, f.cts, f.data = spec.edge, spec.qp, spec.edge, spec.data
                 f.partner = -1 if spec.data else partners.get((spec.edge, spec.qp), -1)
-                f.side_head = f.side_tail = -1
+                f.side_head = f.side_tail = f.iteration = -1
         M.side = <fc_side_packet *>calloc(FC_SIDE_PACKETS, sizeof(fc_side_packet))  # pages are taken as they are used
         if M.side == NULL:
             raise MemoryError(f"{FC_SIDE_PACKETS} packets that may be kept aside")
@@ -180,7 +181,7 @@ cdef class Engine(Arenas):
             for i in range(M.arenas + 1 if M.slots != NULL else 0):
                 free(M.slots[i].places)
             for memory in (<uintptr_t>M.states, <uintptr_t>M.cts, <uintptr_t>M.slots, <uintptr_t>M.side,
-                           <uintptr_t>M.counts, <uintptr_t>M.others, <uintptr_t>M):
+                           <uintptr_t>M.counts, <uintptr_t>M.others, <uintptr_t>M.times, <uintptr_t>M):
                 free(<void *><uintptr_t>memory)
         free(self.machines)
 
@@ -358,17 +359,48 @@ cdef class Engine(Arenas):
         """When the first and the last packet of an iteration's gradients were captured that have come so far, nanoseconds
         since the epoch; None: none has come, it is FC_TIMES iterations ago, or the source has no clock. Between the packets
         that begin and end a message nobody looks at the clock."""
-        cdef uint32_t t
+        found = [times for times in self.stream_times(iteration) if times is not None and times[0]]
+        return (min(first for first, _ in found), max(last for _, last in found)) if found else None
+
+    def stream_times(self, iteration):
+        """The same for each stream; (0, 0): it brought packets without a time. None: it brought none of this iteration, or
+        that is FC_TIMES iterations ago. iteration -1: of the parameters that the start-up brings."""
+        cdef uint32_t t, s
+        cdef uint64_t place = <uint64_t>(<int64_t>iteration + 1) % FC_TIMES
         cdef fc_times times
-        first, last = [], []
+        out = [None] * self.config.streams
         for t in range(self.threads):
-            fc_take(&self.machines[t].lock)
-            times = self.machines[t].times[<uint64_t>iteration % FC_TIMES]
-            fc_give(&self.machines[t].lock)
-            if times.iteration == iteration and times.first_ns:
-                first.append(times.first_ns)
-                last.append(times.last_ns)
-        return (min(first), max(last)) if first else None
+            M = self.machines[t]
+            fc_take(&M.lock)
+            for s in range(M.streams):
+                times = M.times[s * FC_TIMES + place]
+                if times.iteration == iteration:
+                    out[s * self.threads + t] = times.first_ns, times.last_ns
+            fc_give(&M.lock)
+        return out
+
+    def flow_times(self, iteration):
+        """For each stream (when the last of its flows began with an iteration's gradients, when the first of them ended),
+        nanoseconds since the epoch, or None as in stream_times(). Costs a look at all flows."""
+        cdef uint32_t t, s, i
+        cdef uint64_t ends
+        cdef fc_times times
+        cdef fc_flow *f
+        out = [None] * self.config.streams
+        for t in range(self.threads):
+            M = self.machines[t]
+            fc_take(&M.lock)
+            for s in range(M.streams):
+                times = M.times[s * FC_TIMES + <uint64_t>(<int64_t>iteration + 1) % FC_TIMES]
+                if times.iteration == iteration:
+                    ends = times.earliest_last_ns
+                    for i in range(M.flows):
+                        f = &M.states[s * M.flows + i]
+                        if f.iteration == iteration and f.gradient_ns < ends:
+                            ends = f.gradient_ns
+                    out[s * self.threads + t] = times.latest_first_ns, ends
+            fc_give(&M.lock)
+        return out
 
     # -- overload --
 

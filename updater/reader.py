@@ -11,6 +11,7 @@ One Reader may be used from several threads.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,6 +49,8 @@ def not_mine(found: os.stat_result, others: int = 0o022) -> str:
     """Why a file's content need not be this user's, "": it is. others: who must not be able to write to it."""
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, and this process runs as {os.geteuid()}"
+    if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        return "has another name as well"  # somebody may have linked another file of this user's to this name
     return f"may be written to by others (mode {found.st_mode & 0o777:o})" if found.st_mode & others else ""
 
 

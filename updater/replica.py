@@ -54,6 +54,7 @@ from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
 from updater.found import check_found, describe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
+from updater.reader import not_mine
 from updater.remarks import read, remarks
 from updater.rounding_modes import RoundingMode, cpu_root
 from updater.slot import Slot, SlotState
@@ -153,7 +154,7 @@ class Replica:
         torn, foreign, or being written to.
         """
         path = Path(path)
-        store = Store.attach(path)
+        store = Store.attach(path, not_mine)
         try:
             return cls._over(store, check_found(store, path, run_id, epoch, rounding, like), threads)
         except BaseException:

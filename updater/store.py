@@ -145,9 +145,9 @@ class Store:
                 os.close(folder)
 
     @classmethod
-    def attach(cls, path: Path) -> Store:
-        """An existing file, to go on writing; only one process may."""
-        store = cls._open(path, write=True)
+    def attach(cls, path: Path, not_mine: Callable[[os.stat_result], str] | None = None) -> Store:
+        """An existing file, to go on writing; only one process may. not_mine: as of `read`."""
+        store = cls._open(path, write=True, not_mine=not_mine)
         store.lock_writer(path)
         return store
 

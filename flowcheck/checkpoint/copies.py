@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from flowcheck.durable import (
     adopt,
     fsync_directory,
     make_directory,
+    new_directory,
     partial_name,
     remove_tree,
     reporting,
@@ -48,7 +48,7 @@ def take_copy(node: Node, offer: Offer, out: Path) -> Path:
         make_directory(out)
         remove_tree(aside)  # of an earlier process that had our pid
         try:
-            os.mkdir(aside)
+            new_directory(aside)
             files = {}
             for file in (MODEL, OPTIMIZER):
                 stream = _Stream(node, offer, version, file)

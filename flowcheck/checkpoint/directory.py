@@ -52,6 +52,7 @@ from flowcheck.durable import (
     adopt,
     fsync_directory,
     make_directory,
+    new_directory,
     partial_name,
     remove_left,
     remove_tree,
@@ -226,7 +227,7 @@ def _write_directory(
             make_directory(out)
             remove_left(out, path.name.partition("-")[0] + "-")
             remove_tree(aside)  # of an earlier process that had our pid
-            os.mkdir(aside)
+            new_directory(aside)
             written = {name: write_file(aside / name, tensors) for name, tensors in files.items()}
             given = users() if users is not None else {}
             if given:

@@ -43,7 +43,9 @@ from flowcheck.durable import (
     adopt,
     fsync_directory,
     make_directory,
+    new_directory,
     partial_name,
+    private,
     remove_left,
     remove_tree,
     reporting,
@@ -156,7 +158,7 @@ def _torch(fetched: Fetched, out: Path) -> Path:
         make_directory(out)
         remove_left(out, LEFT)
         try:
-            with aside.open("wb") as file:
+            with open(aside, "xb", opener=private) as file:
                 torch.save({
                     "step": one.step, "run_id": one.run_id, "epoch": one.epoch, "shard": one.shard,
                     "status": one.status, "unproven": list(one.unproven), "model": fetched.model,
@@ -180,6 +182,7 @@ def _dcp(fetched: Fetched, out: Path) -> Path:
         make_directory(out)
         remove_left(out, LEFT)
         try:
+            new_directory(aside)  # torch's files in it are as the umask says
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
                 save(_by_name(fetched), storage_writer=FileSystemWriter(aside), no_dist=True)
@@ -200,7 +203,7 @@ def _hf(fetched: Fetched, out: Path) -> Path:
         make_directory(out)
         remove_left(out, LEFT)
         try:
-            os.mkdir(aside)
+            new_directory(aside)
             shards = _shards(fetched.model)
             names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
             for name, shard in zip(names if len(shards) > 1 else [MODEL], shards, strict=True):

@@ -163,7 +163,7 @@ class Replica:
 def _holds(path: Path, run_id: str | None, epoch: int | None) -> bool:
     """Does the file hold a complete version of that run?"""
     try:
-        with closing(Reader(path, run_id=run_id, epoch=epoch)) as reader:
+        with closing(Reader(path, run_id=run_id, epoch=epoch, mine=True)) as reader:
             return bool(reader.steps)
     except (UpdaterError, OSError):
         return False  # torn, foreign, gone meanwhile, or another run's

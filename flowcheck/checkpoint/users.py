@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ from typing import Any
 from flowcheck.checkpoint.paths import readable, refuse
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.user_state import USER_BYTES, UserState
-from flowcheck.durable import fsync_directory, write_synced
+from flowcheck.durable import fsync_directory, new_directory, write_synced
 
-__all__ = ["FOLDER", "file_of", "load_user", "users_of", "write_users"]
+__all__ = ["FOLDER", "file_of", "load_user", "read_user", "users_of", "write_users"]
 
 FOLDER = "user"
 
@@ -29,9 +30,15 @@ def file_of(directory: Path, rank: int) -> Path:
     return directory / FOLDER / f"rank-{rank:05d}.safetensors"
 
 
+def read_user(path: Path) -> bytes:
+    """The bytes of such a file; a pipe or a link in its place is not followed, nor waited for. Raises OSError."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        return file.read(USER_BYTES + 1) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+
+
 def write_users(directory: Path, users: Mapping[int, bytes]) -> dict[str, Any]:
     """On the disk when this returns, but for the directory's own entry. Raises OSError."""
-    os.mkdir(directory / FOLDER)
+    new_directory(directory / FOLDER)
     for rank, data in users.items():
         write_synced(file_of(directory, rank), [data])
     fsync_directory(directory / FOLDER)
@@ -55,8 +62,8 @@ def load_user(directory: Path, manifest: Mapping[str, Any], rank: int) -> UserSt
     entry, path = users_of(manifest).get(rank), file_of(directory, rank)
     if entry is None:
         raise refuse(directory, f"has no state of rank {rank}", "another step, or a rank that gave one")
-    with readable(path), path.open("rb") as file:
-        data = file.read(USER_BYTES + 1)
+    with readable(path):
+        data = read_user(path)
     if hashlib.sha256(data).hexdigest() != entry["sha256"]:
         raise refuse(path, "has other bytes than those written (SHA-256 does not match its manifest)")
     found = UserState.of(data, str(path))

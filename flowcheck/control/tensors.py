@@ -21,6 +21,7 @@ from typing import Any, TypeGuard
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.job.model import unwritable
 
 __all__ = [
     "CHUNK", "DTYPES", "HEADER_LIMIT", "MOST_ELEMENTS", "TensorSpec", "header", "is_shape", "memory", "packed",
@@ -69,7 +70,11 @@ def is_shape(said: Any) -> TypeGuard[list[int]]:
 def header(
     tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[str]]:
-    """(length and JSON that the data follows, names in the data's order). about: the file's metadata."""
+    """(length and JSON that the data follows, names in the data's order). about: the file's metadata. Raises UserError
+    for a name that makes a file which nobody can read."""
+    for name in tensors:
+        if name and (why := unwritable(name)):
+            raise UserError(f"cannot be written: {why}", where=f"tensor {name!a}", remedy="another name")
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
     entries: dict[str, Any] = {"__metadata__": about or {"format": "pt"}}
     end = 0

@@ -32,6 +32,7 @@ from flowcheck.job.model import (
     Flow,
     Job,
     ModelEntry,
+    unwritable,
 )
 from flowcheck.job.optimizer import check_optimizer
 
@@ -257,8 +258,8 @@ def _check_model(model: list[ModelEntry], place: Place) -> None:
     seen: dict[str, int] = {}
     for i, entry in enumerate(model):
         here = place / i
-        if not entry.name:
-            (here / "name").fail("the name is empty")
+        if why := unwritable(entry.name):
+            (here / "name").fail(why)
         if entry.name in seen:
             (here / "name").fail(f"{shown(entry.name)} is already the name of model[{seen[entry.name]}]")
         seen[entry.name] = i

@@ -29,7 +29,7 @@ __all__ = [
     "SCHEMA", "DTYPE_BYTES", "OPERATIONS", "CARRIES", "PROTOCOLS", "ALGORITHMS", "KINDS", "OPTIMIZERS",
     "ROUNDINGS", "MASTERS", "NARROW", "MTUS", "BUFFER_BYTES", "MAX_THREADS", "MAX_DEVICES",
     "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives", "Communicator", "Flow", "Gradients", "Job",
-    "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size",
+    "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size", "unwritable",
 ]
 
 SCHEMA = "flowcheck/job/1"
@@ -203,6 +203,19 @@ class Buckets:
 
     iteration_0: list[Bucket] = field(default_factory=list)
     steady: list[Bucket] = field(default_factory=list)
+
+
+def unwritable(name: str) -> str:
+    """Why no checkpoint can hold an entry of this name, "": it can."""
+    if not name:
+        return "the name is empty"
+    if name == "__metadata__":
+        return "the name '__metadata__' is safetensors' own: nobody could read a checkpoint that has it"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "the name has half of a surrogate pair, which no file can hold"
+    return ""
 
 
 @dataclass

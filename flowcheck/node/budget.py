@@ -26,7 +26,7 @@ from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.resync import SLOTS, wished
 from flowcheck.node.shadow import OPEN
-from flowcheck.node.tokens import read_by_others
+from flowcheck.node.tokens import warnings_of
 
 __all__ = ["EXAMPLE_MBPS", "Budget", "CaptureFigures", "MachineFacts", "ThreadPlace", "ask", "budget", "pause_ms"]
 
@@ -248,8 +248,7 @@ def _notes(
         )
     if config.api is not None and not config.shadow:
         yield OPEN
-    for path in read_by_others(config):
-        yield f"{path}: other users of this machine may read this secret: chmod 600"
+    yield from warnings_of(config)
     if not made.left:
         yield "a thread is pinned to each core: groups, updates and the kernel have none for themselves"
     for one in planned:

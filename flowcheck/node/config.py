@@ -250,9 +250,11 @@ class CommonStep(_Part):
 
 
 class Output(_Part):
-    """every: write each K-th version to disk, 0 none. keep_hashes: SHA-256 of every version, as JSON lines."""
+    """every: write each K-th version to disk, 0 none. keep_hashes: SHA-256 of every version, as JSON lines.
+    readable_by: who may read what is written here, and into a store that is a directory."""
 
     directory: Path = Path("out")
+    readable_by: Literal["owner", "group", "all"] = "owner"
     every: Annotated[int, Field(ge=0)] = 0
     keep_hashes: Path | None = None
     status_file: Path | None = None

@@ -9,6 +9,7 @@ It has the cores that no capture is pinned to, at a lower priority. The process 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -125,11 +126,11 @@ def check_copies(config: NodeConfig) -> Path:
                         remedy="those of other nodes")
     if config.protect.registry:
         check_endpoints(config.protect.registry)
-    if config.parity is not None:
-        check_writable(config.parity, PLACE)
     if config.tls is not None:
         client_context(config.tls.ca)
-    check_writable(directory, PLACE)
-    if why := not_mine(directory.stat(), 0o002):  # where it lies everybody may make one
-        raise EnvironmentProblem(why, where=str(directory), remedy="remove it, or run the node as that user")
+    for place in filter(None, (directory, config.parity)):
+        check_writable(place, PLACE)
+        found = place.lstat()  # where it lies everybody may make one
+        if why := "is a link" if stat.S_ISLNK(found.st_mode) else not_mine(found, 0o002):
+            raise EnvironmentProblem(why, where=str(place), remedy="remove it, or run the node as that user")
     return directory

@@ -28,7 +28,7 @@ from flowcheck.node.notify import Notify
 from flowcheck.node.output import check_places
 from flowcheck.node.serving import Serving
 from flowcheck.node.telling import Telling
-from flowcheck.node.tokens import Access
+from flowcheck.node.tokens import Access, warnings_of
 
 __all__ = ["Holder", "check"]
 
@@ -65,6 +65,8 @@ class Holder:
         assert self.config.protect is not None
         say("holding", api=self.api, copies=list(self.config.protect.copies), every=self.config.protect.every,
             registry=list(self.config.protect.registry), parity=self.config.protect.parity)
+        for why in warnings_of(self.config):
+            self._say("problem", why=why)
 
     def wait(self) -> None:
         """Until `stop`."""
@@ -128,7 +130,7 @@ def check(config: NodeConfig, as_json: bool) -> None:
     assert config.protect is not None and config.copies is not None
     free = shutil.disk_usage(config.copies).free + _taken(config.copies) >> 20
     made = {"copies": list(config.protect.copies), "directory": str(config.copies), "free_mb": free,
-            "memory_mb": config.protect.memory_mb}
+            "memory_mb": config.protect.memory_mb, "notes": warnings_of(config)}
     if as_json:
         typer.echo(json.dumps(made))
     else:
@@ -142,6 +144,8 @@ def check(config: NodeConfig, as_json: bool) -> None:
             typer.echo(f"a stream of {config.protect.parity}, if {config.protect.registry[0]} says so, in"
                        f" {config.parity}")
         typer.echo(f"at most {config.protect.memory_mb:,} MiB; {free:,} MiB are free there")
+        for note in warnings_of(config):
+            typer.echo(note)
     if free < config.protect.memory_mb:
         raise EnvironmentProblem(
             f"{free:,} MiB are free, and copies may take {config.protect.memory_mb:,}", where=str(config.copies),

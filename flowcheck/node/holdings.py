@@ -39,17 +39,16 @@ from typing import Any
 import torch
 
 from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
-from flowcheck.checkpoint.users import file_of, users_of
+from flowcheck.checkpoint.users import file_of, read_user, users_of
 from flowcheck.control.ask import DISK, MEMORY, Offer, spans
 from flowcheck.control.tensors import TensorSpec, header, memory
-from flowcheck.control.user_state import USER_BYTES
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.version_status import DIVERGED, VersionStatus
 from flowcheck.node.divergences import Notices
 from flowcheck.node.hashing import Hashers, Work
 from flowcheck.node.shadow import withheld
-from flowcheck.node.user_states import rank_file, ranks_in, user_folder
+from flowcheck.node.user_states import ranks_in, user_folder, user_in
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 from updater.slot import Version as Tensors
@@ -149,10 +148,9 @@ class Held:
         """A rank's own state, as it gave it: whoever reads it checks it. Raises Gone."""
         raise NotImplementedError
 
-    def _user(self, path: Path) -> bytes:
+    def _user(self, read: Callable[[], bytes]) -> bytes:
         try:
-            with path.open("rb") as file:
-                return file.read(USER_BYTES)
+            return read()
         except OSError:
             raise Gone("has no such state of a rank", where=f"step {self.offer.step}, {self.offer.tier}") from None
 
@@ -260,7 +258,7 @@ class _InMemory(Held):
         return self._layouts[file].views(first, count)
 
     def user(self, rank: int) -> bytes:
-        data = self._user(rank_file(user_folder(self.path, self.offer.step), rank))
+        data = self._user(lambda: user_in(user_folder(self.path, self.offer.step), rank))
         self.check()  # another replica may have the name by now
         return data
 
@@ -278,7 +276,7 @@ class _OnDisk(Held):
         self._open: dict[str, int] = {}
         try:
             for file in (MANIFEST, MODEL, OPTIMIZER):
-                self._open[file] = os.open(self.path / file, os.O_RDONLY | os.O_CLOEXEC)
+                self._open[file] = os.open(self.path / file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             self.close()
             raise Gone(f"cannot be read: {error.strerror}", where=str(self.path)) from None
@@ -301,7 +299,7 @@ class _OnDisk(Held):
             raise Gone(f"cannot be read: {error.strerror}", where=str(self.path / file)) from None
 
     def user(self, rank: int) -> bytes:
-        data = self._user(file_of(self.path, rank))
+        data = self._user(lambda: read_user(file_of(self.path, rank)))
         self.check()
         return data
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from flowcheck.checkpoint.directory import mark_diverged, tensor_sha256
 from flowcheck.control.divergence import Divergence
-from flowcheck.durable import check_writable, reporting
+from flowcheck.durable import check_writable, let_read, make_directory, private, reporting
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.config import Output
 
@@ -59,7 +59,9 @@ class Versions(Protocol):
 
 
 def check_places(output: Output) -> None:
-    """Whether everything can be written that the settings ask for. Raises EnvironmentProblem naming the setting."""
+    """Whether everything can be written that the settings ask for, by this process from now on as `readable_by` says.
+    Raises EnvironmentProblem naming the setting."""
+    let_read(output.readable_by)
     if output.every:
         check_writable(output.directory, "a directory that the node may write to as output.directory, and free space")
     for setting, path in (("keep_hashes", output.keep_hashes), ("status_file", output.status_file)):
@@ -85,8 +87,9 @@ class Hashes:
     def __init__(self, path: Path) -> None:
         self._path = path
         with reporting(path, self._REMEDY):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            make_directory(path.parent)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._file = os.fdopen(private(path, flags, links=0), "a", encoding="utf-8")  # a pipe, too
         self._lock = threading.Lock()
 
     def add(self, iteration: int, name: str, replica: Versions) -> None:

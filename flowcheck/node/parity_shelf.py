@@ -26,7 +26,7 @@ import torch
 
 from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.coding.rebuilding import STREAM, Pieces, Place, Rebuilding, ask_pieces, places_of
-from flowcheck.checkpoint.users import file_of
+from flowcheck.checkpoint.users import file_of, read_user
 from flowcheck.control.ask import PARITY, AskError, Node, Offer, spans
 from flowcheck.control.sources import addresses
 from flowcheck.control.tensors import header
@@ -196,7 +196,7 @@ class _Made(Held):
             raise Gone("is made again too slowly", where=f"step {self.offer.step}, {PARITY}")
 
     def user(self, rank: int) -> bytes:
-        data = self._user(file_of(self._lost.kept.of_shard(self._lost.number), rank))
+        data = self._user(lambda: read_user(file_of(self._lost.kept.of_shard(self._lost.number), rank)))
         self.check()
         return data
 
@@ -257,7 +257,7 @@ class _Stream(Held):
     def __init__(self, holding: Holding, now: float) -> None:
         super().__init__(holding, now)
         try:
-            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise Gone(f"cannot be read: {error.strerror}", where=str(self.path)) from None
 

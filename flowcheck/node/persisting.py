@@ -24,12 +24,13 @@ from flowcheck.checkpoint.objects import Objects, open_store
 from flowcheck.checkpoint.store import UNNAMED, Lane, Rules
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.start import line_of
+from flowcheck.durable import let_read
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
 from flowcheck.node.divergences import Notices
 from flowcheck.node.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
 from flowcheck.node.runs import run_folder
-from flowcheck.node.user_states import GATHER_SECONDS, ranks_in, user_folder, users_in
+from flowcheck.node.user_states import GATHER_SECONDS, ranks_in, steps_of, user_folder, users_in
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 
@@ -190,7 +191,7 @@ class Persister:
         stack = ExitStack()
         try:
             reader = stack.enter_context(closing(Reader(holding.path, run_id=holding.offer.run_id,
-                                                        epoch=holding.offer.epoch)))
+                                                        epoch=holding.offer.epoch, mine=True)))
             version = stack.enter_context(reader.pinned(holding.offer.step))
         except (UpdaterError, OSError) as error:
             stack.close()
@@ -253,7 +254,7 @@ class Persister:
         """What ranks gave of themselves with that version; those that gave some with others are waited for a little."""
         replica, step = holding.path, holding.offer.step
         folder, end = user_folder(replica, step), time.monotonic() + GATHER_SECONDS
-        others = {rank for near in user_folder(replica, 0).parent.glob("step-*") for rank in ranks_in(near)}
+        others = {rank for near in steps_of(replica) for rank in ranks_in(user_folder(replica, near))}
         while others - set(ranks_in(folder)) and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
         return users_in(folder)
@@ -285,6 +286,7 @@ def main() -> int:
     settings = begun()
     if not settings:
         return 0
+    let_read(settings["readable_by"])
     stopping, say = threading.Event(), Lines()
     threading.Thread(target=_read_to_the_end, args=(stopping,), daemon=True).start()
     store = settings["store"]

@@ -14,6 +14,7 @@ where only that is left of it, or versions of a new start would have what ranks 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import stat
 from collections.abc import Iterable
@@ -27,6 +28,8 @@ from updater.errors import UpdaterError
 from updater.reader import Reader, not_mine
 
 __all__ = ["LeftoverReplica", "ReplicaFiles"]
+
+MOST_TAKEN = 1000  # names in a row that somebody else may have taken
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,19 @@ class ReplicaFiles:
         return sorted(path for path in self._directory.glob("*.replica") if self._other.fullmatch(path.name))
 
     def path(self) -> Path:
-        """A name for a new replica."""
-        self._number += 1
-        self._named = self._directory / f"{self._prefix}{self._number}.replica"
+        """A name for a new replica. The folder of what ranks give of themselves is made with it: otherwise anybody
+        could make it, and say what they gave. Where it cannot be made, who writes into it finds out."""
+        for _ in range(MOST_TAKEN):
+            self._number += 1
+            self._named = self._directory / f"{self._prefix}{self._number}.replica"
+            try:
+                os.mkdir(self._named.with_suffix(".user"), 0o700)
+                break
+            except FileExistsError:
+                continue  # somebody was quicker
+            except OSError:
+                break
+        assert self._named is not None
         return self._named
 
     def left(self, start: str) -> LeftoverReplica | None:
@@ -127,7 +140,7 @@ class ReplicaFiles:
         self._remove(path for path in self._files() if path not in good)
         for folder in self._directory.glob(f"{self._prefix}*.user"):
             of = folder.with_suffix(".replica")
-            if self._number_of(folder) >= 0 and of != self._named and not of.exists():
+            if self._number_of(folder) >= 0 and of != self._named and not of.exists() and not _not_mine(folder):
                 remove_tree(folder)  # of a replica that had no version
         return [kept for kept in others if kept.path not in good]
 

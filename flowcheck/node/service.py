@@ -49,7 +49,7 @@ from flowcheck.node.serving import Serving
 from flowcheck.node.shelf import Shelf
 from flowcheck.node.storing import Storing, check_store
 from flowcheck.node.telling import Telling
-from flowcheck.node.tokens import Access
+from flowcheck.node.tokens import Access, warnings_of
 from flowcheck.node.unattended import Unattended, unattended_jobs
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
@@ -141,6 +141,8 @@ class Node:
 
     def announce(self, say: Callable[..., None]) -> None:
         say("listening", control=self.control.address, groups=self.config.groups, api=self.api)
+        for why in warnings_of(self.config):
+            self._say("problem", why=why)
 
     def _say_now(self, event: str, **fields: object) -> None:
         self._say(event, **fields)

@@ -80,4 +80,5 @@ def _settings(config: NodeConfig, probe: bool) -> dict[str, Any]:
     return {
         "node": config.name, "replicas": str(config.replica.directory), "probe": probe,
         "cores": sorted(os.sched_getaffinity(0) - config.pinned), "store": config.store.model_dump(),
+        "readable_by": config.output.readable_by,
     }

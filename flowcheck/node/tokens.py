@@ -24,7 +24,7 @@ from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.config import NodeConfig, read_tokens
 
-__all__ = ["HTTP_ROLES", "LOOK_SECONDS", "Access", "keys_of", "read_by_others"]
+__all__ = ["HTTP_ROLES", "LOOK_SECONDS", "Access", "keys_of", "read_by_others", "warnings_of"]
 
 HTTP_ROLES = ("trainer", "reader", "operator")  # who may ask at all
 LOOK_SECONDS = 1.0
@@ -94,6 +94,11 @@ def read_by_others(config: NodeConfig) -> list[Path]:
             if os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
                 found.append(path)
     return found
+
+
+def warnings_of(config: NodeConfig) -> list[str]:
+    """A sentence for each file of secrets that others may read. Nothing is refused for it: root reads all the same."""
+    return [f"{path}: other users of this machine may read this secret: chmod 600" for path in read_by_others(config)]
 
 
 def keys_of(tokens: Mapping[str, tuple[bytes, ...]], operator: bool) -> dict[str, list[str]]:

@@ -9,9 +9,11 @@
     DIR/flowcheck-NODE-GROUP-1.replica             the replica
         flowcheck-NODE-GROUP-1.user/step-000020/rank-00003.safetensors
 
-So another process that serves the replica (holdings.py) finds them by its name. A thread writes them, each aside and
-renamed, so a file of that name is whole; what is in it is checked by who reads it (flowcheck/control/user_state.py). A
-state may come before its version, or after it. Nothing here can keep a version from being published.
+So another process that serves the replica (holdings.py) finds them by its name. The folder is made with that name
+(replica_files.py), and neither it nor what is in it is used unless it is this user's: where it lies everybody may put
+something (flowcheck/checkpoint/owned.py). A thread writes them, each aside and renamed, so a file of that name is
+whole; what is in it is checked by who reads it (flowcheck/control/user_state.py). A state may come before its version,
+or after it. Nothing here can keep a version from being published.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+from flowcheck.checkpoint import owned
+from flowcheck.checkpoint.owned import read, write
 from flowcheck.control.messages import MOST_RANKS
+from flowcheck.control.user_state import USER_BYTES
 from flowcheck.durable import remove_tree
 
-__all__ = ["UserStates", "ranks_in", "rank_file", "user_folder", "users_in"]
+__all__ = ["UserStates", "rank_file", "ranks_in", "steps_of", "user_folder", "user_in", "users_in"]
 
 AHEAD = 64  # steps, newer than the newest version, whose states are kept
 UNWRITTEN = 64 << 20  # bytes that wait for the thread
@@ -49,32 +55,44 @@ def rank_file(folder: Path, rank: int) -> Path:
 def ranks_in(folder: Path) -> list[int]:
     """Whose states lie in a folder, in order."""
     try:
-        names = os.listdir(folder)
+        with _opened(folder) as inside:
+            names = os.listdir(inside)
     except OSError:
         return []
     found = (re.fullmatch(r"rank-([0-9]{5})\.safetensors", name) for name in names)
     return sorted(rank for one in found if one and (rank := int(one[1])) < MOST_RANKS)
 
 
+def user_in(folder: Path, rank: int) -> bytes:
+    """What a rank gave. Raises OSError: nothing, or it is not this user's."""
+    with _opened(folder) as inside:
+        return read(inside, rank_file(folder, rank).name, USER_BYTES)
+
+
 def users_in(folder: Path) -> dict[int, bytes]:
     """What lies in a folder, by rank."""
     out = {}
     for rank in ranks_in(folder):
-        try:
-            out[rank] = rank_file(folder, rank).read_bytes()
-        except OSError:
-            continue  # removed with its replica
+        with contextlib.suppress(OSError):  # removed with its replica
+            out[rank] = user_in(folder, rank)
     return out
 
 
-def _steps_in(replica: Path) -> set[int]:
-    """Steps of which an earlier process left folders beside a replica."""
+def steps_of(replica: Path) -> set[int]:
+    """Of which there are folders."""
+    place = replica.with_suffix(".user")
     try:
-        names = os.listdir(replica.with_suffix(".user"))
+        with owned.folder(place.parent, place.name) as inside:
+            names = os.listdir(inside)
     except OSError:
         return set()
     found = (re.fullmatch(r"step-([0-9]{6,18})", name) for name in names)
     return {int(one[1]) for one in found if one}
+
+
+def _opened(folder: Path, make: bool = False) -> AbstractContextManager[int]:
+    """A descriptor of it; both it and the folder that it is in are this user's."""
+    return owned.folder(folder.parent.parent, folder.parent.name, folder.name, make=make)
 
 
 class UserStates:
@@ -154,7 +172,7 @@ class UserStates:
                     self._complete = item
                 elif len(item) == 2:
                     self._of(item[0])
-                    self._steps, self._complete = _steps_in(item[0]), item[1]
+                    self._steps, self._complete = steps_of(item[0]), item[1]
                 else:
                     self._write(*item)
                 self._prune()
@@ -170,10 +188,8 @@ class UserStates:
             self._of(replica)
             if not self._is_old(step):
                 folder = user_folder(replica, step)
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                aside = folder / f".rank-{rank:05d}.partial"
-                aside.write_bytes(data)
-                os.replace(aside, rank_file(folder, rank))
+                with _opened(folder, make=True) as inside:
+                    write(inside, rank_file(folder, rank).name, data)
                 self._steps.add(step)
         finally:
             with self._changed:

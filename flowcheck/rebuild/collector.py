@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 from parser.machine import Engine
 
+from flowcheck.rebuild.capture_times import CaptureTimes, Found
 from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage, packets_by_outcome
 from flowcheck.rebuild.given import NOTHING, Hearsay
 from flowcheck.rebuild.holes import Finality
@@ -58,6 +59,7 @@ class Judged:
 class EvidenceCollector:
     def __init__(self, plan: JobPlan, engine: Engine) -> None:
         self._plan, self._engine, self._carried = plan, engine, Carried(plan)
+        self.times: CaptureTimes | None = None  # of captures, which may be of several runs
         self._cells = -(-plan.engine.gradient_bytes // 8)
         self.given, self.hearsay = NOTHING, Hearsay()  # of the iteration that closes; what its version holds with it
         self._data = np.array([flow.data for flow in plan.engine.flows], bool)
@@ -80,6 +82,7 @@ class EvidenceCollector:
             sentences.append("more disagreements than the log holds")
         differ, offset, _ = engine.copies(iteration)
         kept = self._counted_all_the_same(iteration, differ, found)
+        times = self.times.look(iteration) if self.times is not None else Found("", ())
         evidence = Evidence(
             iteration=iteration,
             buckets=tuple(
@@ -100,6 +103,8 @@ class EvidenceCollector:
             step_record_present=record,
             checksum=None,
             refused=self.refused(disagreements),
+            another_run=times.refused,
+            times=times.marks,
             previous_published=follows,
             stale=None,
             from_peers=str(self.hearsay),

@@ -41,6 +41,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.version_status import DIVERGED, UNVERIFIED, VERIFIED, VersionStatus
 from flowcheck.rebuild.building import Built, VersionBuilder
+from flowcheck.rebuild.capture_times import CaptureTimes
 from flowcheck.rebuild.collector import EvidenceCollector, Judged
 from flowcheck.rebuild.events import Event, Lost, Read, Skipped, Waiting, closed
 from flowcheck.rebuild.holes import Finality, HoleWatch
@@ -82,6 +83,8 @@ class Follower:
         self._names, self._now = names, now
         self.engine = Engine(plan.engine)
         self.collector = EvidenceCollector(plan, self.engine)
+        if policy.sources_wait:
+            self.collector.times = CaptureTimes(self.engine, names)
         self.scheduler = ArenaScheduler(
             self.engine, sources, plan.cells, in_order=policy.sources_wait, holes=HoleWatch(plan, self.engine)
         )

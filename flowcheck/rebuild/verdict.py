@@ -10,6 +10,7 @@ clause they belong to. Nothing else in the project may decide that an iteration 
     streams_past   every stream is past the last message, ended, or lost        gradients
     copies_agree   copies that differed left holes, which `covered` names       gradients
     supported      the job is one whose traffic we can place                    gradients
+    one_run        no capture's times say that it is of another run             gradients
     step_record    the step record is there, if the manifest declares one       this update
     checksum       no checksum of the trainer mismatched                        this update
     previous       the previous iteration was published                         this update
@@ -19,8 +20,9 @@ A version into which the trainer's own state of every element that was lost has 
 gradients were all there; one that waits for such elements, of this iteration or of one before, is not published.
 It is *publishable* when all hold: then, and only then, the caller may publish the new version. A packet with a wrong
 ICRC is not placed: its elements are missing, and `covered` names the cause. ICRCs that nobody checks fail no clause,
-nor does a flow that disagreed in an earlier iteration and was trusted again, nor bytes that another node gave, until a
-checksum of the trainer has matched; they mark the verdict *unproven*, and the mark goes wherever the result goes.
+nor does a flow that disagreed in an earlier iteration and was trusted again, nor captures whose times are
+some seconds apart, nor bytes that another node gave, until a checksum of the trainer has matched; they mark the verdict
+*unproven*, and the mark goes wherever the result goes.
 
 Clause values are stable names: reports, metrics and status use them.
 """
@@ -41,13 +43,14 @@ class Clause(enum.Enum):
     STREAMS_PAST = "streams_past"
     COPIES_AGREE = "copies_agree"
     SUPPORTED = "supported"
+    ONE_RUN = "one_run"
     STEP_RECORD = "step_record"
     CHECKSUM = "checksum"
     PREVIOUS = "previous"
 
 
 ABOUT_GRADIENTS = frozenset({
-    Clause.COVERED, Clause.ANCHORED, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
+    Clause.COVERED, Clause.ANCHORED, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED, Clause.ONE_RUN,
 })
 
 
@@ -88,6 +91,8 @@ class Evidence:
     step_record_declared, step_record_present: the manifest declares per-step values; the record is here.
     checksum: what the trainer's checksum of this iteration said, None if there was none.
     refused: why the traffic cannot be placed at all ("" if it can).
+    another_run: why the captures are not of one run ("": nothing says so); times: marks, where they may not be
+        (capture_times.py).
     previous_published: the version before was published (true for the first iteration of a replica), or is partial and
         known to the element.
     stale: elements of the version, which was built although gradients of this iteration or of one before are missing,
@@ -111,6 +116,8 @@ class Evidence:
     step_record_present: bool
     checksum: Literal["match", "mismatch"] | None
     refused: str
+    another_run: str
+    times: tuple[str, ...]
     previous_published: bool
     stale: int | None
     from_peers: str
@@ -151,6 +158,7 @@ def judge(evidence: Evidence) -> Verdict:
         Clause.STREAMS_PAST: _streams_past(evidence),
         Clause.COPIES_AGREE: _copies_agree(evidence),
         Clause.SUPPORTED: evidence.refused,
+        Clause.ONE_RUN: evidence.another_run,
         Clause.STEP_RECORD: _step_record(evidence),
         Clause.CHECKSUM: _checksum(evidence),
         Clause.PREVIOUS: _previous(evidence),
@@ -171,6 +179,7 @@ def _unproven(evidence: Evidence) -> Iterator[str]:
     if not evidence.icrc_checked:
         yield "icrc off"
     yield from evidence.recovered
+    yield from evidence.times
     if evidence.from_peers and evidence.checksum != "match":
         yield evidence.from_peers
 

@@ -43,6 +43,7 @@ from flowcheck.job.model import (
     Optimizer,
     ParameterGroup,
     carries,
+    unwritable,
 )
 from flowcheck.trainer.parts import Ddp, Layout, Part, local, stepped
 from flowcheck.trainer.rounding import check_fused, corrections_of, rounding_of
@@ -96,6 +97,8 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
     reduced = part.reduced()
     seen = {id(value) for _, value in reduced}
     for name, value in part.state_dict(keep_vars=True).items():
+        if why := unwritable(name):
+            raise _refuse(why, f"state_dict: {name!a}", "another name")
         if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.dtype in (
             torch.bool, torch.int16, torch.uint16
         ):

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from flowcheck.errors import UserError
 
 __all__ = ["CA", "NODE", "TOKEN_FILE", "address_of", "context_of", "nodes_of", "token_of", "tokens_of"]
 
+_log = logging.getLogger("flowcheck")
+_told: set[Path] = set()  # files that others may read, of which that was said
 NODE, TOKEN_FILE, CA = "FLOWCHECK_NODE", "FLOWCHECK_TOKEN_FILE", "FLOWCHECK_CA"
 
 
@@ -37,13 +41,22 @@ def token_of(given: str | None) -> bytes:
     if given is None:
         path = os.environ.get(TOKEN_FILE, "")
         try:
-            given = Path(path).read_text().split("\n", 1)[0] if path else ""
+            given = _first_line(Path(path)) if path else ""
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot be read: {error}", where=f"{TOKEN_FILE}: {path}",
                             remedy="a readable file with the nodes' token") from None
     if not isinstance(given, str) or not given.strip().isprintable():
         raise UserError("is not a text", where="token", remedy="the nodes' secret, as its file has it")
     return token_bytes(given)
+
+
+def _first_line(path: Path) -> str:
+    """Raises OSError, UnicodeDecodeError. What others may read is said once: whoever has it can speak for this job."""
+    with path.open(encoding="utf-8") as file:
+        if path not in _told and os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            _told.add(path)
+            _log.warning("flowcheck: %s: other users of this machine may read the nodes' token: chmod 600", path)
+        return file.readline().rstrip("\n")
 
 
 def tokens_of(given: str | None) -> Callable[[], bytes]:

@@ -227,9 +227,11 @@ typedef struct fc_unshown { /* cells that are covered, and not yet for other thr
     uint64_t first, end;
 } fc_unshown;
 
-typedef struct fc_times { /* when an iteration's gradient packets were captured, nanoseconds since the epoch */
+typedef struct fc_times { /* when an iteration's gradient packets were captured, nanoseconds since the epoch; -1: start-up */
     int64_t iteration;
     uint64_t first_ns, last_ns; /* last_ns: of the packets that begin or end a message, the latest */
+    uint64_t latest_first_ns;   /* when the last of the flows began with it                        */
+    uint64_t earliest_last_ns;  /* when the first of those that are past it had ended it: UINT64_MAX, none is */
 } fc_times;
 
 typedef struct fc_shed { /* iterations [first, end) are given up: their packets are counted, and take no arena */
@@ -288,6 +290,8 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint32_t first_icrc; /* of PSN 0; 0: it was not seen */
     int32_t partner;     /* of the way back: the data flow whose ACKs it carries, -1: none          */
     uint64_t acked;      /* one past the highest PSN that the receiver has acknowledged, 0: none was */
+    int64_t iteration;   /* the newest of which it has brought gradients, -1: none       */
+    uint64_t gradient_ns; /* capture time of the newest packet of that                   */
 } __attribute__((aligned(64))) fc_flow; /* whole cache lines: every flow's first two are its own */
 
 typedef struct fc_side_packet {
@@ -379,7 +383,7 @@ typedef struct fc_machine {
     int64_t missed_iteration;      /* the oldest one missed by that, or -1                             */
     uint32_t first_stream;         /* the stream that decided it                                       */
     fc_shed shed;                  /* written by the thread in charge, with the lock                   */
-    fc_times times[FC_TIMES];      /* by iteration                                                     */
+    fc_times *times;               /* [stream * FC_TIMES + (iteration + 1) % FC_TIMES]                 */
     uint8_t own_hint[FC_HINTS];
     fc_unshown unshown[FC_UNSHOWN];
     int64_t stands[64];            /* by stream: fc_past() as it was told last, FC_NOTHING_SEEN at first */

@@ -199,16 +199,36 @@ static int find_arena(packet *w)
     return FC_GO_ON;
 }
 
-/* Packets of a message that go by fast_path() are captured between those that begin and end it. */
-static void note_time(fc_machine *M, int64_t iteration, uint64_t now_ns)
+static fc_times *times_of(fc_machine *M, uint32_t stream, int64_t iteration)
 {
-    fc_times *times = &M->times[(uint64_t)iteration % FC_TIMES];
+    return &M->times[stream * FC_TIMES + (uint64_t)(iteration + 1) % FC_TIMES];
+}
+
+/* Packets of a message that go by fast_path() are captured between those that begin and end it. */
+static void note_time(fc_machine *M, uint32_t stream, int64_t iteration, uint64_t now_ns)
+{
+    fc_times *times = times_of(M, stream, iteration);
     if (times->iteration < iteration)
-        *times = (fc_times){iteration, now_ns, now_ns};
+        *times = (fc_times){iteration, now_ns, now_ns, now_ns, UINT64_MAX};
     if (times->iteration == iteration) {
         times->first_ns = now_ns < times->first_ns ? now_ns : times->first_ns;
         times->last_ns = now_ns > times->last_ns ? now_ns : times->last_ns;
     }
+}
+
+/* The flow brings a packet of an iteration, whose time was noted. Flows of one job overlap in each. */
+static void note_flow_time(fc_machine *M, uint32_t stream, fc_flow *f, int64_t iteration, uint64_t now_ns)
+{
+    if (f->iteration < iteration) {
+        fc_times *before = times_of(M, stream, f->iteration), *now = times_of(M, stream, iteration);
+        if (f->iteration >= 0 && before->iteration == f->iteration && f->gradient_ns < before->earliest_last_ns)
+            before->earliest_last_ns = f->gradient_ns;
+        if (now->iteration == iteration && now_ns > now->latest_first_ns)
+            now->latest_first_ns = now_ns;
+        f->iteration = iteration;
+    }
+    if (f->iteration == iteration)
+        f->gradient_ns = now_ns;
 }
 
 /* Is it whole? What ends a flow must be right too: a receiver drops a damaged packet, and the flow goes on. */
@@ -235,8 +255,11 @@ static int admit(packet *w)
     f->packets++;
     f->payload_bytes += p->payload_len;
     w->repeated = note_psn(f, w->psn);
-    if (w->m->target == FC_GRADIENT) {
-        note_time(M, w->m->iteration, w->now_ns);
+    if (w->m->target == FC_PARAMETERS) {
+        note_time(M, w->stream, -1, w->now_ns);
+    } else if (w->m->target == FC_GRADIENT) {
+        note_time(M, w->stream, w->m->iteration, w->now_ns);
+        note_flow_time(M, w->stream, f, w->m->iteration, w->now_ns);
         if (w->m->iteration > M->begun) {
             __atomic_store_n(&M->begun, w->m->iteration, __ATOMIC_RELEASE); /* after fc_open(): fc_begun() */
             M->opened = 1;

@@ -212,6 +212,11 @@ class FakeEngine:
         span = self.spans.get(iteration, (0, 0))
         return span if span[0] else None
 
+    def stream_times(self, iteration: int) -> list[tuple[int, int] | None]:
+        return [self.times(iteration) for _ in range(self.config.streams)]
+
+    flow_times = stream_times
+
     def give_up(self) -> int:
         assert self.oldest >= self.given_up.stop, "what was given up last has not closed"
         self.given_up = range(max(self.begun + 1, self.oldest), NO_END)

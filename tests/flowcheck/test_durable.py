@@ -335,7 +335,7 @@ def test_write_synced_makes_a_new_file_of_all_pieces(tmp_path, synced):
     finally:
         os.umask(old)
     assert (tmp_path / "a").read_bytes() == b"onetwothree"
-    assert os.stat(tmp_path / "a").st_mode & 0o777 == 0o644
+    assert os.stat(tmp_path / "a").st_mode & 0o777 == 0o600
     assert synced == [(str(tmp_path / "a"), 11, None)] and open_descriptors() == opened
 
 

@@ -32,14 +32,24 @@ from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import users_at
 from flowcheck.checkpoint.directory import Meta, step_path, tensor_sha256, write_step
 from flowcheck.checkpoint.identity import Identity, check_directory, folder_of
-from flowcheck.checkpoint.users import file_of, users_of, write_users
+from flowcheck.checkpoint.users import file_of, read_user, users_of, write_users
 from flowcheck.control.ask import PARITY, SECONDS, AskError, Node, Offer, order_of, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import Found, Key, addresses, choose, look
 from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.tls import client_context
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal, self_hash
-from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting, write_synced
+from flowcheck.durable import (
+    adopt,
+    fsync_directory,
+    make_directory,
+    new_directory,
+    partial_name,
+    private,
+    remove_tree,
+    reporting,
+    write_synced,
+)
 from flowcheck.errors import EnvironmentProblem, UserError
 
 __all__ = ["SCHEMA", "Padded", "Protected", "Source", "bytes_of", "decode", "encode", "pieces_in", "protect",
@@ -172,10 +182,11 @@ def restore_shard(
         with reporting(folder, aside=aside):
             make_directory(folder)
             try:
-                with aside.open("w+b") as file:
+                aside.unlink(missing_ok=True)  # of an earlier process that had our pid
+                with open(aside, "x+b", opener=private) as file:
                     decode(kept, lost, streams, file.write)
                 return _checkpoint(version, aside, folder, lambda: {
-                    rank: file_of(kept.of_shard(lost), rank).read_bytes() for rank in kept.users[lost]})
+                    rank: read_user(file_of(kept.of_shard(lost), rank)) for rank in kept.users[lost]})
             finally:
                 aside.unlink(missing_ok=True)
 
@@ -283,9 +294,10 @@ def encode(sources: Sequence[Source], code: Code, path: Path, numbers: Sequence[
         make_directory(path.parent)
         remove_tree(aside)  # of an earlier process that had our pid
         try:
-            aside.mkdir()
+            new_directory(aside)
             with ExitStack() as stack:
-                files = {number: stack.enter_context((aside / f"stream-{number}.bin").open("wb")) for number in numbers}
+                files = {number: stack.enter_context(open(aside / f"stream-{number}.bin", "xb", opener=private))
+                         for number in numbers}
                 streams = [Padded(bytes_of(*source)) for source in sources]
                 for at in range(0, length, PIECE):
                     size = min(PIECE, length - at)
@@ -325,7 +337,7 @@ def _write_users(folder: Path, node: Node, offer: Offer, version: Version) -> di
         node.close()
     if not users:
         return {}
-    folder.mkdir()
+    new_directory(folder)
     said = write_users(folder, users)
     fsync_directory(folder)
     return said

@@ -236,6 +236,17 @@ def test_a_whole_file_is_what_safetensors_reads() -> None:
     assert json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"] == {"step": "7"}
 
 
+@pytest.mark.parametrize("name", ["__metadata__", "half\ud800"])
+def test_a_name_that_nobody_could_read_is_not_written(name: str) -> None:
+    with pytest.raises(UserError, match="cannot be written"):
+        header({name: torch.ones(1)})
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a/b", 'quo"te\n', "\U0001f600", "x" * 100_000, "__metadata__.x"])
+def test_a_strange_name_is_written_and_read(name: str) -> None:
+    assert set(load(b"".join(map(bytes, packed({name: torch.ones(1)}))))) == {name}
+
+
 @pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.arange(6).reshape(2, 3).t()])
 def test_memory_that_lies_elsewhere_or_otherwise_is_not_given(tensor: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"a tensor on (meta|cpu), contiguous: (True|False)"):

@@ -206,6 +206,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("buckets.steady.0.slices.0.offset", -1, "slices[0]: elements -1..1 are outside a bucket"),
     ("model.0.name", "b", "model[1].name: 'b' is already the name of model[0]"),
     ("model.0.name", "", "model[0].name: the name is empty"),
+    ("model.0.name", "__metadata__", "model[0].name: the name '__metadata__'"),
     ("model.0.name", "a\ud800", "model[0].name: 'a\\ud800' has unprintable characters"),
     ("model.0.shape", [-1], "model[0].shape[0]: -1"),
     ("model.0.shape", [1 << 40, 1 << 40], "model[0].shape: more elements"),

@@ -102,6 +102,7 @@ class NodeProcess:
     def __init__(self, folder: Path, settings: str, began: str = "listening") -> None:
         self.folder = folder
         (folder / "token").write_bytes(TOKEN)
+        (folder / "token").chmod(0o600)  # otherwise the node says that others may read it
         (folder / "node.toml").write_text(settings)
         self.process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-P", "-m", "flowcheck.node",

@@ -45,6 +45,7 @@ class Node:
         self.directory = shm / f"member{number}"
         self.directory.mkdir()
         (shm / "token").write_bytes(TOKEN)
+        (shm / "token").chmod(0o600)
         spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
         path = self.directory / f"flowcheck-n{number}-stage{number}-1.replica"
         self._replica = Replica({"w": weights(number)}, spec, path=path, run_id="run", step=STEP, slots=4)

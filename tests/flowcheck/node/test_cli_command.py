@@ -40,9 +40,10 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     """command(device=...) -> exit status of `flowcheck-node --config node.toml`."""
 
     def run(*options: str, device: str = "af_packet:lo", directory: str = "", text: str = "",
-            settings: str = "") -> int:
+            settings: str = "", mode: int = 0o600) -> int:
         path = tmp_path / "node.toml"
         (tmp_path / "token").write_text(TOKEN)
+        (tmp_path / "token").chmod(mode)
         path.write_text(text or (
             f'[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n[capture]\nhuge = false\n'
             f'device = "{device}"\n[replica]\ndirectory = "{directory or tmp_path}"\n'
@@ -90,6 +91,17 @@ def test_options_of_the_command(
     assert "ll=t0@4096" in said[0]["text"] and "FLOWCHECK_PLACING=default" in said[0]["text"]
     assert said[1]["text"].endswith(", 8-vectors (FLOWCHECK_UPDATING=default)")
     assert (tmp_path / "hashes").exists()
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o600, 0), (0o640, 1), (0o604, 1)])
+def test_a_token_that_others_may_read_is_said(
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any,
+    mode: int, said: int,
+) -> None:
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    assert command("--json", "--keep-hashes", str(tmp_path / "hashes"), mode=mode) == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [str(tmp_path / "token") in line["why"] for line in lines if line["event"] == "problem"] == [True] * said
 
 
 class Kept:

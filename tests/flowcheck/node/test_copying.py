@@ -197,6 +197,26 @@ def test_a_place_that_others_may_write_to_is_refused(
     assert caught.value.where == str(directory) and caught.value.remedy
 
 
+@pytest.mark.parametrize("name", ["flowcheck-h.copies", "flowcheck-h.parity"])
+@pytest.mark.parametrize("how", ["link", "other user", "writable"])
+def test_a_place_that_somebody_else_made_is_refused(scene: Scene, tmp_path: Path, name: str, how: str) -> None:
+    """Where it lies everybody may put something by that name, also a link into a directory of this user's."""
+    (tmp_path / "elsewhere").mkdir()
+    place = tmp_path / name
+    if how == "link":
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.mkdir()
+        place.chmod(0o757 if how == "writable" else 0o700)
+    if how == "other user":
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(place, 65534, 65534)
+    with pytest.raises(EnvironmentProblem) as caught:
+        check_copies(scene.config({"parity": "2+1", "group": ["h:1", "h:2", OWN]}))
+    assert caught.value.where == str(place) and list((tmp_path / "elsewhere").iterdir()) == []
+
+
 def test_a_node_does_not_copy_from_itself(scene: Scene) -> None:
     with pytest.raises(UserError, match=f"{OWN} is this node itself") as refused:
         check_copies(scene.config({"copies": ["127.0.0.1:5", OWN]}))

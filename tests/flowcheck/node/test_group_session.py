@@ -276,14 +276,12 @@ def test_what_ranks_give_after_a_new_start_goes_to_no_version_of_the_one_before(
 
 def test_a_replica_that_had_no_version_leaves_no_states_behind(scene, tmp_path) -> None:
     at = scene(name="a")
-    orphan, mine = tmp_path / "flowcheck-node-a-1.user", tmp_path / "flowcheck-node-a-3.user"
-    for folder in (orphan, mine, tmp_path / "flowcheck-node-b-1.user"):
+    orphan, other = tmp_path / "flowcheck-node-a-1.user", tmp_path / "flowcheck-node-b-1.user"
+    for folder in (orphan, other):
         folder.mkdir()
-    at.group.files.path()
-    at.group.files.path()
-    at.group.files.path()
+    left, mine = (at.group.files.path().with_suffix(".user") for _ in range(2))
     at.group.files.stands("synth-0", 0, 7)
-    assert not orphan.exists() and mine.exists() and (tmp_path / "flowcheck-node-b-1.user").exists()
+    assert not orphan.exists() and not left.exists() and mine.exists() and other.exists()
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])

@@ -44,6 +44,7 @@ WITHOUT = "import sys\nsys.modules['dataplane'] = None\n"  # importing it, or an
 
 def settings(folder: Path, shm: Path, *sources: str, **protect: Any) -> str:
     (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
     peer = f'peer = "{folder}/token"\n' if "journal" in protect else ""
     more = "".join(f"{key} = {json.dumps(value).replace(': ', ' = ')}\n" for key, value in protect.items())
     return (f'name = "h"\n[tokens]\nreader = "{folder}/token"\n{peer}[api]\nlisten = "127.0.0.1:0"\n[protect]\n'

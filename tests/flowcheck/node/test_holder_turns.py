@@ -23,6 +23,7 @@ KEY = reader_key(TOKEN.encode())
 
 def config(folder: Path, *sources: str, listen: str = "127.0.0.1:4", **protect: Any) -> NodeConfig:
     (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
     return NodeConfig.model_validate({
         "name": "h", "tokens": {"reader": str(folder / "token")}, "api": {"listen": listen},
         "protect": {"copies": sources, "directory": str(folder), **protect},
@@ -202,7 +203,12 @@ def test_what_it_would_take(free: Callable[[int], None], tmp_path: Path, capsys:
     check(given, as_json=True)
     [line] = printed(capsys)
     assert json.loads(line) == {"copies": ["127.0.0.1:5", "h:6"], "directory": str(place), "free_mb": 2000,
-                                "memory_mb": 2000}
+                                "memory_mb": 2000, "notes": []}
+    (tmp_path / "token").chmod(0o640)
+    check(given, as_json=True)
+    [note] = json.loads(printed(capsys)[0])["notes"]
+    assert str(tmp_path / "token") in note
+    (tmp_path / "token").chmod(0o600)
     check(given, as_json=False)
     assert printed(capsys) == [f"copies of the versions of 127.0.0.1:5, h:6, in {place}",
                                "at most 2,000 MiB; 2,000 MiB are free there"]

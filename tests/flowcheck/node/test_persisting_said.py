@@ -105,7 +105,7 @@ def test_a_version_that_is_there_no_more(
     monkeypatch.setattr(persisting, "Reader", reader)
     advance(replica)
     here.done()
-    assert given == [("flowcheck-n-dp0-1.replica", {"run_id": "run", "epoch": 3})]
+    assert given == [("flowcheck-n-dp0-1.replica", {"run_id": "run", "epoch": 3, "mine": True})]
     assert here.said == [("skipped", {"name": "dp0", "step": 1, "why": "it is there no more: belongs to another run"})]
     here.done(10_000.0)
     assert len(here.said) == 1

@@ -33,7 +33,8 @@ def replica(path: Path, run_id: str, step: int, verified: bool = False, start: s
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    """Of replicas. The folders of what ranks give beside them: those of no replica are not there."""
+    return sorted(path.name for path in folder.iterdir() if path.suffix != ".user")
 
 
 def test_each_state_gets_a_file_of_its_own(tmp_path) -> None:
@@ -263,7 +264,7 @@ def test_what_ranks_gave_goes_with_its_replica(tmp_path, how: str) -> None:
     files = ReplicaFiles(tmp_path, "n", "g")
     own = replica(files.path(), "run", 5)
     for path in (left, own, tmp_path / "flowcheck-n-h-1.replica"):
-        path.with_suffix(".user").joinpath("step-000004").mkdir(parents=True)
+        path.with_suffix(".user").joinpath("step-000004").mkdir(parents=True)  # of its own it has the first
     if how == "settle":
         files._served = own
         assert [kept.path for kept in files.settle()] == [left]
@@ -272,7 +273,7 @@ def test_what_ranks_gave_goes_with_its_replica(tmp_path, how: str) -> None:
     if how == "discard":
         files.discard()
     stays = [] if how == "discard" else [own.name, own.with_suffix(".user").name]
-    assert names(tmp_path) == sorted([*stays, "flowcheck-n-h-1.user"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*stays, "flowcheck-n-h-1.user"])
 
 
 def test_a_file_of_number_0_is_one_of_ours(tmp_path) -> None:

@@ -279,7 +279,9 @@ def test_a_core_that_a_check_refuses_is_said_with_its_device(
 
 
 def test_where_it_listens_is_said(world: World) -> None:
-    node = SimpleNamespace(control=SimpleNamespace(address="c:1"), config=SimpleNamespace(groups=2), api="a:2")
+    config = SimpleNamespace(groups=2, token_files={}, tls=None)
+    node = SimpleNamespace(control=SimpleNamespace(address="c:1"), config=config,
+                           api="a:2")
     service.Node.announce(node, world.say)  # type: ignore[arg-type]
     assert world.said == [("listening", {"control": "c:1", "groups": 2, "api": "a:2"})]
 

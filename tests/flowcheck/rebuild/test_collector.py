@@ -46,7 +46,7 @@ def test_an_engine_without_complaints_is_evidence_of_a_publishable_iteration() -
         unanchored=(), disagreements=(), recovered=(), icrc_checked=True, streams=STREAMS,
         final="", differences=(), copies_disagreed=0, copies_first="",
         step_record_declared=False, step_record_present=False, checksum=None,
-        refused="", previous_published=True, stale=None, from_peers="",
+        refused="", another_run="", times=(), previous_published=True, stale=None, from_peers="",
     )
     assert judged.verdict.publishable and judged.verdict.unproven == () and judged.verdict.iteration == 3
     assert [b.place.index for b in judged.buckets] == [0, 1] and judged.groups == []

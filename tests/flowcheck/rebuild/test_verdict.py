@@ -21,6 +21,8 @@ GOOD = Evidence(
     step_record_present=True,
     checksum="match",
     refused="",
+    another_run="",
+    times=(),
     previous_published=True,
     stale=None,
     from_peers="",
@@ -28,7 +30,7 @@ GOOD = Evidence(
 
 # The clauses that say whether the gradients are the trainer's; the other three are about this update alone.
 GRADIENTS = {
-    Clause.COVERED, Clause.ANCHORED, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
+    Clause.COVERED, Clause.ANCHORED, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED, Clause.ONE_RUN,
 }
 
 # One change each that fails one clause and no other, and the reason that is given.
@@ -59,6 +61,7 @@ FAILS = [
     (Clause.COPIES_AGREE, {"copies_disagreed": 1, "copies_first": "byte 64"},
      "1 bytes of later copies differ, first at byte 64"),
     (Clause.SUPPORTED, {"refused": "one message too many per channel"}, "one message too many per channel"),
+    (Clause.ONE_RUN, {"another_run": "a and b are hours apart"}, "a and b are hours apart"),
     (Clause.STEP_RECORD, {"step_record_present": False},
      "the manifest declares per-step values and their record is not here"),
     (Clause.CHECKSUM, {"checksum": "mismatch"},
@@ -125,7 +128,8 @@ def test_a_version_that_waits_for_patches_is_not_published():
 def test_every_clause_has_such_a_test_and_a_stable_name():
     assert {clause for clause, _, _ in FAILS} == set(Clause)
     assert [clause.value for clause in Clause] == [
-        "covered", "anchored", "streams_past", "copies_agree", "supported", "step_record", "checksum", "previous",
+        "covered", "anchored", "streams_past", "copies_agree", "supported", "one_run", "step_record", "checksum",
+        "previous",
     ]
 
 
@@ -166,7 +170,8 @@ def test_failing_clauses_come_in_the_order_of_the_table():
     everything = {name: value for _, change, _ in reversed(FAILS) for name, value in change.items()}
     verdict = judge(dataclasses.replace(GOOD, **everything))
     assert [clause.value for clause, _ in verdict.failing] == [
-        "covered", "anchored", "streams_past", "copies_agree", "supported", "step_record", "checksum", "previous",
+        "covered", "anchored", "streams_past", "copies_agree", "supported", "one_run", "step_record", "checksum",
+        "previous",
     ]
 
 

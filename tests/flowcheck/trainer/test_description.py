@@ -127,7 +127,26 @@ def _with_buffer(dtype: torch.dtype) -> torch.nn.Module:
     return layer
 
 
+def _with_parameter(name: str) -> torch.nn.Module:
+    layer = torch.nn.Linear(2, 2)
+    layer.register_parameter(name, torch.nn.Parameter(torch.zeros(2)))
+    return layer
+
+
+def _with_named_buffer(name: str) -> torch.nn.Module:
+    layer = torch.nn.Linear(2, 2)
+    layer.register_buffer(name, torch.zeros(2))
+    return layer
+
+
+METADATA = "the name '__metadata__' is safetensors' own: nobody could read a checkpoint that has it"
+
+
 @pytest.mark.parametrize(("make", "where", "what"), [
+    (lambda: _with_parameter("__metadata__"), "state_dict: '__metadata__'", METADATA),
+    (lambda: _with_named_buffer("__metadata__"), "state_dict: '__metadata__'", METADATA),
+    (lambda: _with_named_buffer("half\ud800"), "state_dict: 'half\\ud800'",
+     "the name has half of a surrogate pair, which no file can hold"),
     (lambda: Spoken(2, 2), "state_dict: _extra_state", "is dict"),
     (lambda: _with_buffer(torch.bool), "state_dict: mask", "is torch.bool"),
     (lambda: _with_buffer(torch.int16), "state_dict: mask", "is torch.int16"),

@@ -90,6 +90,18 @@ def test_no_secret(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         token_of(None)
 
 
+@pytest.mark.parametrize(("mode", "said"), [(0o600, 0), (0o640, 1), (0o604, 1), (0o700, 0)])
+def test_a_secret_that_others_may_read_is_said_once(
+    file: Path, caplog: pytest.LogCaptureFixture, mode: int, said: int
+) -> None:
+    """It is taken all the same: a training job does not end for it."""
+    file.write_text(SECRET)
+    file.chmod(mode)
+    assert [tokens_of(None)() for _ in range(2)] == [SECRET.encode()] * 2
+    warned = [record for record in caplog.records if str(file) in record.getMessage()]
+    assert len(warned) == said and all(record.levelname == "WARNING" for record in warned)
+
+
 def test_a_secret_that_is_replaced_in_its_file_is_the_next_connections(file: Path) -> None:
     file.write_text(SECRET)
     from_file, given = tokens_of(None), tokens_of(SECRET)
