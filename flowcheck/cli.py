@@ -21,7 +21,7 @@ import typer
 
 import flowcheck
 from flowcheck import __version__
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError, of_the_machine
 from flowcheck.interrupts import Heard
 from flowcheck.lab.bench.cli import bench
 from flowcheck.lab.cli import lab
@@ -288,6 +288,8 @@ def main() -> None:
             )
         )
     except Exception as error:
+        if (machine := of_the_machine(error)) is not None:
+            _fail(machine)
         if heard.interrupted:  # libraries swallow it while they are loaded, and are then not whole
             _interrupted()
         if os.environ.get("FLOWCHECK_DEBUG"):

@@ -10,8 +10,21 @@ Every message says what, where and what to do. Standard library only: trainers i
 
 from __future__ import annotations
 
-__all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError", "missing_module"]
+import errno
 
+__all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError", "missing_module",
+           "of_the_machine", "said_of"]
+
+SHORT = {  # errno, and what there was too little of
+    errno.ENOMEM: "memory", errno.EMFILE: "room for more open files of this process",
+    errno.ENFILE: "room for more open files of this machine",
+    errno.ENOSPC: "room on a disk or a tmpfs", errno.EDQUOT: "room in a quota",
+}
+REMEDIES = {
+    "memory": "more memory for this process (its cgroup, ulimit -v, other processes), or less to do: smaller jobs,"
+    " fewer groups, slots or arenas",
+    "room for more threads": "room for more threads of this user: ulimit -u, pids.max of its cgroup",
+}
 OURS = ("dataplane", "flowcheck", "parser", "switch_configs", "updater")
 
 
@@ -52,6 +65,35 @@ class InternalError(FlowcheckError):
     """We have a bug."""
 
     exit_code = 70
+
+
+def of_the_machine(error: BaseException, where: str = "") -> EnvironmentProblem | None:
+    """What to say of an error that no code of ours can be blamed for: the machine had too little of something. None: it
+    is another one. torch and the interpreter have no classes for two of them, so those are told by their words."""
+    short = ""
+    if isinstance(error, MemoryError):
+        short = "memory"
+    elif isinstance(error, OSError):
+        short = SHORT.get(error.errno or 0, "")
+    elif isinstance(error, RuntimeError):
+        text = str(error)
+        if "can't allocate memory" in text or "out of memory" in text.lower():
+            short = "memory"
+        elif "can't start new thread" in text:
+            short = "room for more threads"
+    if not short:
+        return None
+    said = str(error).strip().splitlines()
+    return EnvironmentProblem(
+        f"there was not enough {short}" + (f": {said[0][:200]}" if said else ""), where=where,
+        remedy=REMEDIES.get(short, f"more {short}"),
+    )
+
+
+def said_of(error: BaseException) -> str:
+    """One text for an event or a log."""
+    known = error if isinstance(error, FlowcheckError) else of_the_machine(error)
+    return known.message() if known is not None else f"{type(error).__name__}: {error}"
 
 
 def missing_module(error: ModuleNotFoundError, wanted: str) -> EnvironmentProblem:

@@ -76,13 +76,15 @@ from flowcheck.job.form import Place, build, parse
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
-    "Known", "Limits", "Link", "Manifest", "MisfitError", "Notice", "Patch", "Progress", "Range", "Ranges", "Record",
+    "Known", "Limits", "Link", "Manifest", "MisfitError", "Notice", "Opening", "Patch", "Progress", "Range", "Ranges",
+    "Record",
     "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet",
-    "token_bytes",
+    "tls_reason", "token_bytes",
 ]
 
 MAGIC = b"FCR1"
 _HEAD = struct.Struct(">4sIQ")
+HEAD_BYTES = _HEAD.size
 TOKEN_BYTES = (16, 4096)
 _STEP = 8 << 20  # of a payload taken at once
 Known = bytes | Callable[[str], Sequence[bytes]]  # the token of all, or those that are accepted of a role
@@ -118,17 +120,31 @@ class Link:
     """One connection: whole messages in and out, each within a deadline. secure: of the same socket, for TLS."""
 
     def __init__(self, sock: socket.socket, secure: Secure | None = None) -> None:
-        self._secure = secure
+        self._secure, self._raw = secure, sock
         self._socket = secure or sock
         self._out = self._socket.dup()  # timeouts belong to the object, and the reader's is not the writer's
         self.peer = _peer(sock)
         self.limits: Callable[[], Limits] = Limits  # asked anew for each message
+        self.room: Callable[[int, int], None] = self.no_bound  # before a frame of so much text and payload is read
         self._lock = threading.Lock()
         self._users, self._over = 0, False  # threads within a call; closed
+
+    @staticmethod
+    def no_bound(length: int, size: int) -> None:
+        """There is room for any message."""
 
     @property
     def secure(self) -> bool:
         return self._secure is not None
+
+    @property
+    def over(self) -> bool:
+        """It was closed here."""
+        return self._over
+
+    def set_option(self, level: int, option: int, value: int) -> None:
+        """Of the socket. Raises OSError."""
+        self._raw.setsockopt(level, option, value)
 
     def begin(self) -> None:
         """TLS's handshake, where there is TLS: before anything else, and once. Raises RecordsError."""
@@ -140,20 +156,15 @@ class Link:
         except TimeoutError:
             raise RecordsError("no TLS came: does the other side speak it?", where=self.peer) from None
         except OSError as error:
-            raise RecordsError(f"no TLS: {_tls_reason(error)}", where=self.peer) from None
+            raise RecordsError(f"no TLS: {tls_reason(error)}", where=self.peer) from None
 
     def send(self, message: Any, payload: Iterable[bytes | memoryview] = (), size: int = 0, *,
              seconds: float = 10.0) -> None:
         """size: of the payload. seconds: for all of it, and as long again per 10 MB."""
         deadline = time.monotonic() + seconds * (1 + size / 1e7)
-        said = vars(message)
-        if isinstance(message, Refused) and not message.final:
-            said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
-        body = {"type": type(message).__name__.lower(), **said}
-        text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        sent = 0
+        head, sent = framed(message, size), 0
         with self._use():
-            self._write(_HEAD.pack(MAGIC, len(text), size) + text, deadline)
+            self._write(head, deadline)
             for piece in payload:
                 sent += len(piece)
                 self._write(piece, deadline)
@@ -169,13 +180,11 @@ class Link:
             first = self._first(_LONG if wait is None else wait)
             limits = self.limits()
             deadline = time.monotonic() + limits.seconds
-            magic, length, size = _HEAD.unpack(first + self._read(_HEAD.size - 1, deadline))
-            if magic != MAGIC:
-                raise RecordsError("does not speak this protocol", where=self.peer)
-            if length > limits.text:
-                raise RecordsError(f"a message of {length} bytes, at most {limits.text} are read", where=self.peer)
-            text = bytes(self._read(length, deadline))
-        message = _message(text, self.peer)
+            length, size = lengths(first + self._read(HEAD_BYTES - 1, deadline), limits, self.peer)
+            waits = time.monotonic()
+            self.room(length, size)
+            text = bytes(self._read(length, deadline + (time.monotonic() - waits)))
+        message = message_of(text, self.peer)
         most = limits.payload.get(type(message).__name__.lower(), 0)
         if size > most:
             raise RecordsError(f"a payload of {size} bytes, at most {most} are read here", where=self.peer)
@@ -263,6 +272,26 @@ class Link:
             raise RecordsError(f"connection lost: {error.strerror or error}", where=self.peer) from None
 
 
+def framed(message: Any, size: int = 0) -> bytes:
+    """The frame of a message, without the payload of so many bytes that follows."""
+    said = vars(message)
+    if isinstance(message, Refused) and not message.final:
+        said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
+    body = {"type": type(message).__name__.lower(), **said}
+    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+    return _HEAD.pack(MAGIC, len(text), size) + text
+
+
+def lengths(head: bytes, limits: Limits, where: str) -> tuple[int, int]:
+    """Bytes of text and of payload that a frame's first HEAD_BYTES announce. Raises RecordsError."""
+    magic, length, size = _HEAD.unpack(head)
+    if magic != MAGIC:
+        raise RecordsError("does not speak this protocol", where=where)
+    if length > limits.text:
+        raise RecordsError(f"a message of {length} bytes, at most {limits.text} are read", where=where)
+    return length, size
+
+
 def _left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
@@ -270,7 +299,7 @@ def _left(deadline: float) -> float:
     return left
 
 
-def _tls_reason(error: OSError) -> str:
+def tls_reason(error: OSError) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the node's certificate is not trusted: {error.verify_message}"
     if isinstance(error, ssl.SSLError):
@@ -288,7 +317,8 @@ def _peer(sock: socket.socket) -> str:
     return f"{host}:{port}"
 
 
-def _message(text: bytes, where: str) -> Any:
+def message_of(text: bytes, where: str) -> Any:
+    """Raises RecordsError."""
     try:
         body = parse(text.decode(), where)
         if _HALF.search(text):
@@ -344,18 +374,64 @@ def accept(link: Link, token: Known, resync: str = RESYNC[0]) -> Hello:
     challenge = Challenge(secrets.token_hex(32))
     link.send(challenge, seconds=link.limits().seconds)
     hello: Hello = _expect(link, Hello)
+    link.send(Welcome(_answer(hello, challenge, token, link.peer), resync))
+    return hello
+
+
+def _answer(hello: Hello, challenge: Challenge, token: Known, where: str) -> str:
+    """The node's own proof for who has shown his. Raises RecordsError, MisfitError."""
     if hello.role not in ROLES:
-        raise RecordsError(f"{hello.role[:40]!r} is not one of {', '.join(ROLES)}", where=link.peer)
+        raise RecordsError(f"{hello.role[:40]!r} is not one of {', '.join(ROLES)}", where=where)
     tokens = token(hello.role) if callable(token) else (token,)
     shown = hello.proof.encode()
     proofs = {one: _proof(one, hello.role, challenge.nonce, hello).encode() for one in tokens}
     known = [one for one, due in proofs.items() if hmac.compare_digest(shown, due)]
     if not known:
-        raise RecordsError("the token is wrong", where=link.peer)
+        raise RecordsError("the token is wrong", where=where)
     if not 0 <= hello.rank < hello.ranks <= MOST_RANKS:
-        raise MisfitError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)
-    link.send(Welcome(_proof(known[0], "node", challenge.nonce, hello), resync))
-    return hello
+        raise MisfitError(f"rank {hello.rank} of {hello.ranks}", where=where)
+    return _proof(known[0], "node", challenge.nonce, hello)
+
+
+class Opening:
+    """The same without a socket: bytes of a stranger in, one by one if he likes. challenge: what he is sent first.
+    wants: how many bytes are taken next at most. welcome: what he is sent once `take` has returned his Hello."""
+
+    def __init__(self, token: Known, resync: str, where: str) -> None:
+        self._token, self._resync, self._where = token, resync, where
+        self._nonce = Challenge(secrets.token_hex(32))
+        self._length: int | None = None  # of the text
+        self._data = bytearray()
+        self.challenge, self.welcome = framed(self._nonce), b""
+
+    @property
+    def wants(self) -> int:
+        return (HEAD_BYTES if self._length is None else self._length) - len(self._data)
+
+    @property
+    def lacks(self) -> str:
+        """What has not come."""
+        if self._length is None and not self._data:
+            return "no answer"
+        return f"too slow: {self.wants} bytes of a message still missing"
+
+    def take(self, data: bytes) -> Hello | None:
+        """data: at most `wants` bytes. Raises RecordsError, MisfitError."""
+        self._data += data
+        if self.wants:
+            return None
+        if self._length is None:
+            self._length, size = lengths(bytes(self._data), Limits(), self._where)
+            if size:
+                raise RecordsError("a payload before anything else", where=self._where)
+            self._data.clear()
+            if self._length:
+                return None
+        message = message_of(bytes(self._data), self._where)
+        _is_due(message, Hello, self._where)
+        self.welcome = framed(Welcome(_answer(message, self._nonce, self._token, self._where), self._resync))
+        hello: Hello = message
+        return hello
 
 
 def _expect(link: Link, kind: type) -> Any:
@@ -364,11 +440,16 @@ def _expect(link: Link, kind: type) -> Any:
     except TimeoutError:
         hint = "; a node with [tls] needs ca= here, or FLOWCHECK_CA" if kind is Challenge and not link.secure else ""
         raise RecordsError(f"no answer{hint}", where=link.peer) from None
+    _is_due(message, kind, link.peer, size)
+    return message
+
+
+def _is_due(message: Any, kind: type, where: str, size: int = 0) -> None:
+    """Raises RecordsError."""
     if isinstance(message, Refused):
-        raise RecordsError(f"refused: {message.why}", where=link.peer)
+        raise RecordsError(f"refused: {message.why}", where=where)
     if not isinstance(message, kind) or size:
-        raise RecordsError(f"a {type(message).__name__} where a {kind.__name__} was due", where=link.peer)
+        raise RecordsError(f"a {type(message).__name__} where a {kind.__name__} was due", where=where)
     protocol = getattr(message, "protocol", PROTOCOL)
     if protocol != PROTOCOL:
-        raise RecordsError(f"speaks {protocol[:40]!r}, this is {PROTOCOL}", where=link.peer)
-    return message
+        raise RecordsError(f"speaks {protocol[:40]!r}, this is {PROTOCOL}", where=where)

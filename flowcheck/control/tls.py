@@ -95,6 +95,39 @@ class Secure:
                 return
             self._feed(deadline)
 
+    # -- without the socket: for who must not wait --
+
+    def take(self, data: bytes) -> None:
+        """What has come; b"": the end."""
+        with self._lock:
+            self._incoming.write(data) if data else self._incoming.write_eof()
+
+    def given(self) -> bytes:
+        """What is to be sent by now."""
+        with self._lock:
+            return self._outgoing.read()
+
+    def shake(self) -> bool:
+        """As far as it goes: is the handshake over? Raises ssl.SSLError."""
+        with self._lock:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                return False
+        return True
+
+    def read(self, size: int) -> bytes | None:
+        """None: nothing more is here. Raises ssl.SSLError."""
+        with self._lock:
+            try:
+                return self._tls.read(size)
+            except ssl.SSLWantReadError:
+                return None
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                return b""
+
+    # -- with it --
+
     def settimeout(self, seconds: float) -> None:
         """Of a whole `recv`, however many packets it takes."""
         self._timeout = seconds

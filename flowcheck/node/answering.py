@@ -3,7 +3,8 @@
 stdin: one line of JSON, its settings; then a line each time keys or certificate have changed; it ends when stdin does.
 No DPDK, nothing of the capture: files, and what the node puts on its board.
 
-A client has so long to ask, to take what it asked for, and to shake hands; the node's other readers get its place.
+A client has so long to ask, to take what it asked for, and to shake hands; the node's other readers get its place. Who
+is let in at all, and who goes for whom: doors/http_door.py. stdout: signs of life, with how many are connected.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,11 @@ from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, STORE, Node
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
-from flowcheck.node.beside import begun
+from flowcheck.node.beside import begun, guarded
 from flowcheck.node.board import Glance
 from flowcheck.node.divergences import Notices
+from flowcheck.node.doors.http_door import Door, Limits, Visitor
+from flowcheck.node.heartbeat import BEAT_SECONDS, beat, silent_output
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
 from flowcheck.node.parity_shelf import OTHERS_SECONDS, ParityShelf, Placed, StreamShelf
 from flowcheck.node.sending import Offering
@@ -39,17 +43,21 @@ from flowcheck.node.store_shelf import StoreShelf
 
 __all__ = ["main", "serve", "server_of"]
 
-CONNECTIONS = 256
 ASK_SECONDS = 10.0  # for a whole request, from the connection or from the answer before it on
 TAKE_SECONDS = 20.0  # for what the sender buffers, a megabyte or so
 LOOK_SECONDS = 1.0
 
 
 class _Client(Offering):
-    """A connection that is cut when it asks, or takes what it asked for, too slowly: uvicorn itself waits for ever."""
+    """A connection that is cut when it asks, or takes what it asked for, too slowly: uvicorn itself waits for ever.
+    visitor: what it is to the door that it came through."""
+
+    visitor: Visitor
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        visitor = self.visitor
+        visitor.abort, visitor.busy = transport.abort, self._busy
         self._asking: float | None = self.loop.time()
         self._answered: object = None
         self._stuck: float | None = None
@@ -57,12 +65,17 @@ class _Client(Offering):
         app = self.app
 
         async def refused(scope: Scope, receive: Receive, send: Send) -> None:
+            visitor.offer(scope)
             try:
                 await app(scope, receive, send)
             except h11.LocalProtocolError:  # bytes behind this request were none: that was answered meanwhile
                 self._end()
+            visitor.answered()
 
         self.app = refused
+
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -77,6 +90,7 @@ class _Client(Offering):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()
+        self.visitor.gone()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -101,12 +115,18 @@ class _Client(Offering):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """uvicorn has no setting for how long a handshake may take."""
+    """What uvicorn listens with is a door."""
 
-    async def create_server(self, *given: Any, **more: Any) -> Any:
-        if more.get("ssl") is not None:
-            more["ssl_handshake_timeout"] = ASK_SECONDS
-        return await super().create_server(*given, **more)
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self._limits = limits
+        self.door: Door | None = None
+
+    async def create_server(  # type: ignore[override]
+        self, factory: Any, *_: Any, sock: Any = None, ssl: Any = None, **__: Any
+    ) -> Any:
+        self.door = Door(self, factory, sock, ssl, self._limits)
+        return self.door
 
 
 class _Settings:
@@ -148,7 +168,7 @@ def main() -> int:
     said = begun()
     if not said:
         return 0
-    needs = said["shadow"]
+    signs, needs = silent_output(), said["shadow"]
     shelves: dict[str, Shelf] = {}
     if said["follows"]:
         shelves[MEMORY] = MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"], needs=needs)
@@ -176,23 +196,32 @@ def main() -> int:
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
     gc.collect()
     gc.freeze()  # what stays: it is not looked through each time
-    serve(server, socket.socket(fileno=said["socket"]))
+    serve(server, socket.socket(fileno=said["socket"]), Limits(**said["limits"]), signs)
     os._exit(0)  # calls to a store that hang are not waited for
 
 
 def server_of(app: ASGIApp, tls: Callable[..., ssl.SSLContext] | None = None) -> uvicorn.Server:
     """tls: called once, for the context."""
     return uvicorn.Server(uvicorn.Config(
-        app, log_level="error", access_log=False, limit_concurrency=CONNECTIONS, lifespan="on", http=_Client,
+        app, log_level="error", access_log=False, lifespan="on", http=_Client,
         ws="none", timeout_keep_alive=5, timeout_graceful_shutdown=1, server_header=False, date_header=False,
         ssl_context_factory=tls,
     ))
 
 
-def serve(server: uvicorn.Server, sock: socket.socket) -> None:
-    """Until `server.should_exit`."""
-    with asyncio.Runner(loop_factory=_Loop) as runner:
+def serve(server: uvicorn.Server, sock: socket.socket, limits: Limits, signs: int = -1) -> None:
+    """Until `server.should_exit`. signs: a descriptor for signs of life, which come from the loop that answers."""
+    with asyncio.Runner(loop_factory=partial(_Loop, limits)) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, _Loop)
+        if signs >= 0:
+            loop.call_soon(_live, loop, signs)
         runner.run(server.serve(sockets=[sock]))
+
+
+def _live(loop: _Loop, signs: int) -> None:
+    beat(loop.door.counts() if loop.door is not None else {}, signs)
+    loop.call_later(BEAT_SECONDS, _live, loop, signs)
 
 
 def _follow(server: uvicorn.Server, settings: _Settings) -> None:
@@ -202,4 +231,4 @@ def _follow(server: uvicorn.Server, settings: _Settings) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

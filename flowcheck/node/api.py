@@ -47,11 +47,12 @@ from flowcheck.control.ask import COPY, DISK, MEMORY
 from flowcheck.control.ask import OWN as OF_ITS_OWN
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
-from flowcheck.errors import FlowcheckError
+from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.allocator import give_back
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
 from flowcheck.node.divergences import Notices
+from flowcheck.node.doors.http_door import Visitor
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
 from flowcheck.node.parity_shelf import ROW, StreamShelf
 from flowcheck.node.sending import FromMemory
@@ -70,6 +71,8 @@ OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
 Keys = Mapping[str, Collection[str]]
 Said = dict[str, Any]  # of a version: the fields of control.ask.Offer
 OPEN = "/healthz"  # the one path that needs no key
+ALWAYS = (OPEN, "/metrics")  # answered however many readers there are
+_CLOSE = {"Connection": "close"}  # who was refused gets one answer for one connection
 _PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", charset="UTF-8"'
 
 
@@ -105,10 +108,14 @@ class _Guard:
             roles = self._roles(scope["headers"])
             if not roles:
                 asked = _PASSWORD if scope["path"] == PAGE else "Bearer"
-                refused = JSONResponse({"why": "the key is missing or wrong"}, 401, {"WWW-Authenticate": asked})
+                refused = JSONResponse({"why": "the key is missing or wrong"}, 401,
+                                       {"WWW-Authenticate": asked} | _CLOSE)
             elif roles.isdisjoint(allowed := may(scope["path"])):
                 refused = JSONResponse({"why": f"this is for {' or '.join(allowed)}, the key is of"
                                                f" {' and '.join(sorted(roles))}"}, 403)
+            elif (visitor := Visitor.of(scope)) is not None and not visitor.known(scope["path"] in ALWAYS):
+                refused = JSONResponse({"why": "as many readers as may be are being answered"}, 503,
+                                       {"Retry-After": "1"} | _CLOSE)
             else:
                 await self._app(scope, receive, send)
                 return
@@ -165,7 +172,7 @@ class _Api:
             exception_handlers={
                 HTTPException: _no_route,
                 Gone: _said(404), Withheld: _said(403), Pressed: _said(503, {"Retry-After": "5"}),
-                FlowcheckError: _said(500),
+                FlowcheckError: _said(500), MemoryError: _no_memory,
             },
             lifespan=self._lifespan,
         )
@@ -355,6 +362,11 @@ def _no_route(request: Request, error: Exception) -> Response:
     """No such path, or none with this method: said as everything else is."""
     assert isinstance(error, HTTPException)
     return JSONResponse({"why": error.detail}, error.status_code, error.headers)
+
+
+def _no_memory(request: Request, error: Exception) -> Response:
+    """The machine's, and it may pass."""
+    return JSONResponse({"why": said_of(error)}, 503, {"Retry-After": "5"})
 
 
 def _said(status: int, headers: Mapping[str, str] | None = None) -> Callable[[Request, Exception], Response]:

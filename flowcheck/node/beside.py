@@ -7,7 +7,8 @@
     settings, say = begun(), Lines()               in the process itself: first of all
 
 stdin: one line of JSON, its settings, because those may have a key in them; lines that follow are orders. It ends when
-stdin does. stdout: events, a line of JSON each. It shares files with the node and nothing else.
+stdin does. stdout: events, a line of JSON each, signs of life among them: one that hangs is killed and started anew
+(heartbeat.py). It shares files with the node and nothing else.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flowcheck.errors import of_the_machine
 from flowcheck.node.allocator import keep_little
+from flowcheck.node.heartbeat import ALIVE, BEAT_SECONDS, Pulse
 
-__all__ = ["Beside", "Lines", "begun", "start"]
+__all__ = ["Beside", "Lines", "begun", "ended", "guarded", "start"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between two starts
 END_SECONDS = 6.0
@@ -40,6 +43,7 @@ class Beside:
         self._process: subprocess.Popen[bytes] | None = None
         self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a file system
         self._refused = False  # the kernel would not start it, which was said
+        self._pulse: Pulse | None = None
         self._start()
 
     def look(self) -> None:
@@ -56,8 +60,16 @@ class Beside:
             self._read(process)
             _let_go(process)
             self._process, self._text = None, b""
-            self._say("problem", why=f"the process that {self._what} ended with status {status}; it is started"
-                      f" anew in {self._pause:g} s")
+            self._say("problem", process=self._module.rpartition(".")[2], cause="ended", why="the process that"
+                      f" {self._what} {ended(status)}; it is started anew in {self._pause:g} s")
+            self._began = time.monotonic()
+        elif self._pulse is not None and (why := self._pulse.look()):
+            process.kill()
+            self._left.append(process)
+            _let_go(process)
+            self._process, self._text = None, b""
+            self._say("problem", process=self._module.rpartition(".")[2], cause="hung", why="the process that"
+                      f" {self._what} hangs: {why}; it was killed, and is started anew in {self._pause:g} s")
             self._began = time.monotonic()
 
     def _start(self) -> None:
@@ -65,6 +77,7 @@ class Beside:
         self._began = time.monotonic()
         try:
             self._process = start(self._module, self._settings)
+            self._pulse = Pulse(self._process.pid)
         except OSError as error:
             if not self._refused:
                 self._say("problem", why=f"the process that {self._what} cannot be started: {error.strerror or error};"
@@ -99,6 +112,10 @@ class Beside:
                     event = said["event"], said["name"]
                 except (ValueError, KeyError, TypeError):
                     continue  # of a library that prints
+                if self._pulse is not None:
+                    self._pulse.heard(event[0] == ALIVE)
+                if event[0] == ALIVE:
+                    continue
                 self._tell(*event, said)
 
     def _tell(self, event: str, name: str, said: Mapping[str, Any]) -> None:
@@ -126,6 +143,12 @@ class Beside:
             except subprocess.TimeoutExpired:
                 self._left.append(process)  # in the kernel, for a file system that hangs: it ends when that answers
         _let_go(process)
+
+
+def ended(status: int) -> str:
+    """How it ended, in words."""
+    why = ", for want of memory or the like, as it said on standard error" if status == 3 else ""
+    return f"ended with status {status}{why}"
 
 
 def start(module: str, settings: Mapping[str, Any], blocking: bool = False) -> subprocess.Popen[bytes]:
@@ -171,11 +194,31 @@ def begun() -> dict[str, Any]:
     return settings
 
 
+def guarded(main: Callable[[], int]) -> int:
+    """Its status. Where the machine has too little of something that is said in one line, and no fault of ours."""
+    try:
+        return main()
+    except Exception as error:
+        if (machine := of_the_machine(error, where=sys.argv[0])) is None:
+            raise
+        print(machine.message(), file=sys.stderr, flush=True)
+        return machine.exit_code
+
+
 class Lines:
-    """Events on standard output. Any thread."""
+    """Events on standard output, and signs of life. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+
+    def live(self) -> None:
+        """Signs of life from now on."""
+        threading.Thread(target=self._live, name="flowcheck signs of life", daemon=True).start()
+
+    def _live(self) -> None:
+        while True:
+            self(ALIVE, name="")
+            time.sleep(BEAT_SECONDS)
 
     def __call__(self, event: str, **fields: Any) -> None:
         with self._lock:

@@ -24,6 +24,7 @@ from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.doors.files import OTHERS, most_descriptors
 from flowcheck.node.resync import SLOTS, wished
 from flowcheck.node.shadow import OPEN
 from flowcheck.node.tokens import warnings_of
@@ -83,7 +84,8 @@ class ThreadPlace:
 class Budget:
     """huge: packet memory lies in huge pages. dpdk, kernel: bytes of packet memory, DPDK's tables among them, and of
     rings in the kernel. replicas: bytes that all groups together may take at most. peers: of answers that peers give
-    and are given, at most. ordinary: bytes of ordinary memory that captures and these take. left: CPUs that no thread
+    and are given, at most. inboxes: of what trainers have sent and groups have not handled, at most, but for one state
+    of a whole job. ordinary: bytes of ordinary memory that captures and these take. left: CPUs that no thread
     is pinned to. notes: what is unwise. problems: what cannot be."""
 
     huge: bool
@@ -92,6 +94,7 @@ class Budget:
     kernel: int
     replicas: int
     peers: int
+    inboxes: int
     ordinary: int
     available: int
     huge_free: int
@@ -134,11 +137,12 @@ def budget(config: NodeConfig, planned: Sequence[PlannedCapture], facts: Machine
     kernel = sum(one.kernel for one in captures)
     dpdk = (need.huge_mb if huge else need.total_mb) << 20
     peers = 2 * config.groups * len(config.replica.peers) * PEER_BYTES
+    inboxes = config.groups * config.control.inbox_mb << 20
     pinned = {core for one in planned for core in (*one.live.cores, *one.settings.place_cores)}
     made = Budget(
         huge=huge, captures=captures, dpdk=dpdk, kernel=kernel, replicas=config.jobs * config.replica.memory_mb << 20,
-        peers=peers, ordinary=kernel + peers + (0 if huge else dpdk), available=facts.available,
-        huge_free=facts.huge_free,
+        peers=peers, inboxes=inboxes, ordinary=kernel + peers + inboxes + (0 if huge else dpdk),
+        available=facts.available, huge_free=facts.huge_free,
         threads=tuple(_threads(config, planned)), left=tuple(sorted(facts.cpus - pinned)), notes=(), problems=(),
     )
     return replace(
@@ -209,9 +213,9 @@ def _problems(
             )
     if made.ordinary > facts.available:
         yield EnvironmentProblem(
-            f"captures{' and peers' if made.peers else ''} take {_mb(made.ordinary)} MB of ordinary memory,"
+            f"captures{', peers' if made.peers else ''} and inboxes take {_mb(made.ordinary)} MB of ordinary memory,"
             f" {_mb(facts.available)} MB are available",
-            where="capture", remedy="smaller rings or fewer queues, or more memory",
+            where="capture", remedy="smaller rings, fewer queues or less as control.inbox_mb, or more memory",
         )
     elif made.replicas > _spare(made) and "memory_mb" in config.replica.model_fields_set:
         yield UserError(
@@ -248,6 +252,12 @@ def _notes(
         )
     if config.api is not None and not config.shadow:
         yield OPEN
+    needed, limit = OTHERS + 2 * config.control.connections + config.control.strangers, most_descriptors()
+    if needed > limit:
+        yield (
+            f"control.connections and control.strangers may take {needed} descriptors, and this process may have"
+            f" {limit}: fewer strangers are let in. Raise its limit (ulimit -Hn, LimitNOFILE=)"
+        )
     yield from warnings_of(config)
     if not made.left:
         yield "a thread is pinned to each core: groups, updates and the kernel have none for themselves"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,7 @@ from typing import Annotated, Protocol, Self
 import typer
 
 from flowcheck import __version__
-from flowcheck.errors import FlowcheckError, InternalError
+from flowcheck.errors import FlowcheckError, InternalError, of_the_machine, said_of
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.notify import Notify
 from flowcheck.node.rights import Rights
@@ -102,6 +103,7 @@ def _serve(
     errors: AbstractContextManager[None], make: Callable[[Events], Service], settings: NodeConfig, as_json: bool
 ) -> None:
     with Events(as_json, settings.output.status_file) as say:
+        threading.excepthook = partial(_thread_ended, say)
         with errors, make(say) as node:
             came: list[int] = []
 
@@ -121,6 +123,18 @@ def _serve(
         say("stopped")
 
 
+def _thread_ended(say: Events, ended: threading.ExceptHookArgs) -> None:
+    """By what nobody expected there. Whoever waits for it finds out by himself; here it is said."""
+    error, name = ended.exc_value, ended.thread.name if ended.thread is not None else "a thread"
+    if error is None or isinstance(error, SystemExit):
+        return
+    known = error if isinstance(error, FlowcheckError) else of_the_machine(error)
+    if known is None:
+        threading.__excepthook__(ended)
+    ours = "" if known is not None else ". This is a bug: report the lines on standard error"
+    say("problem", why=f"{name} has ended: {said_of(error)}{ours}")
+
+
 def main() -> None:
     """Entry point of the console script."""
     app = typer.Typer(add_completion=False)
@@ -130,6 +144,8 @@ def main() -> None:
     except FlowcheckError as error:
         _fail(error)
     except Exception as error:
+        if (machine := of_the_machine(error)) is not None:
+            _fail(machine)
         traceback.print_exc()
         _fail(InternalError(f"{type(error).__name__}: {error}", remedy="this is a bug: report the lines above"))
 

@@ -63,13 +63,17 @@ def _listens(text: str) -> str:
 
 class Control(_Part):
     """listen: HOST:PORT on the control network, port 0 for any. token_file: the token of every role that has none of
-    its own in [tokens]. connections: at once, known or not. insecure: listen elsewhere than on the loopback, although
-    nothing that is sent is encrypted."""
+    its own in [tokens]. connections: at once, of those that have proved a token. strangers: at once, that have not, and
+    strangers_per_address. inbox_mb: MiB that the ranks of a group may have sent and the group has not handled.
+    insecure: listen elsewhere than on the loopback, although nothing that is sent is encrypted."""
 
     listen: str
     token_file: Path | None = None
     insecure: bool = False
     connections: Annotated[int, Field(ge=1, le=65536)] = 256
+    strangers: Annotated[int, Field(ge=8, le=65536)] = 1024
+    strangers_per_address: Annotated[int, Field(ge=1, le=65536)] = 256
+    inbox_mb: Annotated[int, Field(ge=64, le=1 << 24)] = 512
 
     _address = field_validator("listen")(_listens)
 
@@ -95,10 +99,14 @@ def _other_nodes(texts: tuple[str, ...]) -> tuple[str, ...]:
 class Api(_Part):
     """listen: HOST:PORT for readers of versions, port 0 for any. insecure: listen elsewhere than on the loopback,
     although nothing that is sent is encrypted. shadow: checksums of the trainer that must have matched before a version
-    is offered for recovery; 0: also versions that nothing was compared with are."""
+    is offered for recovery; 0: also versions that nothing was compared with are. connections: at once, of those that
+    have shown a key. strangers: at once, that have not, and strangers_per_address."""
 
     listen: str
     insecure: bool = False
+    connections: Annotated[int, Field(ge=1, le=65536)] = 256
+    strangers: Annotated[int, Field(ge=8, le=65536)] = 1024
+    strangers_per_address: Annotated[int, Field(ge=1, le=65536)] = 256
     shadow: Annotated[int, Field(ge=0, le=1_000_000)] = 0
 
     _address = field_validator("listen")(_listens)

@@ -2,15 +2,15 @@
 Peers come in the same way, and are answered from its shelf (shelf.py). Other nodes of a job say which versions they
 have, and hear which are here (common.py).
 
-One reader and one writer thread per connection, at most `connections` of them. A connection that is not yet known may
-send 4 KB within five seconds; a known one may send payloads up to what its job's manifest implies, at a megabyte per
-second or more. Whoever breaks a rule is told once and closed; nobody waits for anybody else. Anybody can connect and
-send nothing: what strangers do is said once a minute for each address, with how often it was.
+A connection that is not yet known has no thread of its own, and may send 4 KB within five seconds (doors/gate.py).
+Known ones have a reader and a writer each, and there are at most `connections` of them, whatever strangers do: those
+are counted apart. A known one may send payloads up to what its job's manifest implies, at a megabyte per second or
+more, and is not read from while its group has too much (inbox.py). Whoever breaks a rule is told once and closed;
+nobody waits for anybody else. What strangers do is said once a minute for each address, with how often it was.
 """
 
 from __future__ import annotations
 
-import errno
 import math
 import queue
 import socket
@@ -35,7 +35,7 @@ from flowcheck.control.protocol import (
     Limits,
     Link,
     Manifest,
-    MisfitError,
+    Opening,
     Patch,
     Record,
     RecordsError,
@@ -44,13 +44,15 @@ from flowcheck.control.protocol import (
     Steps,
     User,
     Wanted,
-    accept,
 )
 from flowcheck.control.tensors import TensorSpec, unpack
-from flowcheck.control.tls import Secure
 from flowcheck.control.user_state import USER_BYTES, seal_of
-from flowcheck.errors import FlowcheckError
+from flowcheck.errors import FlowcheckError, of_the_machine
+from flowcheck.node.doors.files import raise_limit, strangers_within
+from flowcheck.node.doors.gate import Gate
+from flowcheck.node.doors.waiting_room import WaitingRoom
 from flowcheck.node.group import Group
+from flowcheck.node.inbox import TEXT_WEIGHT
 from flowcheck.node.listening import listen
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.shelf import Shelf, serve
@@ -61,8 +63,8 @@ __all__ = ["TEXT", "ControlServer", "payload_specs"]
 TEXT = 16 << 20  # largest message of a known trainer: the manifest of a large job
 HEADERS = 1 << 20  # of a payload's tensors, plus 200 bytes for each
 OUTBOX = 256
-BACKLOG = 64
-AGAIN_SECONDS = 0.1  # after a connection that could not be taken
+TRAINERS = 4  # one part in so many of the connections is for trainers alone
+BACKLOG = 1024
 STRANGERS = 256  # addresses of strangers that are remembered
 SAID_SECONDS = 60.0  # until a stranger is said again, and how long there must have been room until it is said again
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
@@ -71,33 +73,34 @@ STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", 
 
 class ControlServer:
     """group_of(name): the group of that name, or why there is none. shelf_of(name): what peers may read of it, None:
-    there is no such group. token: of all roles, or a callable that has those of one. tls: asked for each connection.
-    resync: what trainers will be asked for, as far as the settings say. hear: as of shelf.serve. now: a clock that
-    never goes back. Context manager; main thread opens and closes."""
+    there is no such group. token: of all roles, or a callable that has those of one. connections: that have proved it,
+    at once; strangers: that have not, per_address: of those. tls: asked for each connection. resync: what trainers will
+    be asked for, as far as the settings say. hear: as of shelf.serve. now: a clock that never goes back. Context
+    manager; main thread opens and closes."""
 
     def __init__(
         self, address: tuple[str, int], token: Known, connections: int, group_of: Callable[[str], Group | str],
         say: Callable[..., None], shelf_of: Callable[[str], Shelf | None] = lambda name: None, resync: str = RESYNC[0],
         tls: Callable[[], ssl.SSLContext | None] = lambda: None, hear: Callable[[Steps, str], Steps] | None = None,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.monotonic, strangers: int = 1024, per_address: int = 256,
     ) -> None:
-        self._hear, self._now = hear, now
-        self._strangers = _Strangers(say, now)
-        self._room_since, self._said_full = now(), False
-        self._token, self._most, self._group_of, self._say = token, connections, group_of, say
-        self._shelf_of, self._resync, self._tls = shelf_of, resync, tls
+        self._office = office = _Office(token, connections, group_of, say, shelf_of, resync, tls, hear, now)
         self._listener, self.address = listen(address, "control.listen", BACKLOG)
-        self._lock = threading.Lock()
-        self._open: dict[Link, threading.Thread] = {}
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="flowcheck control")
+        room = strangers_within(raise_limit(), strangers, connections)
+        self._gate = Gate(self._listener, office, WaitingRoom(room, per_address))
+        self._thread = threading.Thread(target=self._gate.run, name="flowcheck control")
+
+    @property
+    def connected(self) -> dict[str, int]:
+        """Connections: those that are known, and those that are not; and strangers that were ended so far."""
+        return {"known": len(self._office.open), "strangers": self._gate.strangers, "ended": self._office.ended}
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
         """End all connections and their threads. Idempotent."""
-        self._closed.set()
+        self._office.ending.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -105,69 +108,83 @@ class ControlServer:
         if self._thread.is_alive():
             self._thread.join()
         self._listener.close()  # not before: its number could be another file's while the thread still asks for it
+        self._office.close()
+
+
+class _Office:
+    """Those that are known: as of doors.gate.Office."""
+
+    def __init__(
+        self, token: Known, connections: int, group_of: Callable[[str], Group | str], say: Callable[..., None],
+        shelf_of: Callable[[str], Shelf | None], resync: str, tls: Callable[[], ssl.SSLContext | None],
+        hear: Callable[[Steps, str], Steps] | None, now: Callable[[], float],
+    ) -> None:
+        self.tls, self._most, self._say, self._now = tls, connections, say, now
+        self._opening = partial(Opening, token, resync)
+        self._group_of, self._shelf_of, self._hear = group_of, shelf_of, hear
+        self._strangers = _Strangers(say, now)
+        self._said, self._said_full, self._room_since = -math.inf, False, now()
+        self._lock = threading.Lock()
+        self.open: dict[Link, threading.Thread] = {}
+        self._peers: set[Link] = set()  # of those
+        self.ending = threading.Event()
+        self.ended = 0
+
+    def closed(self) -> bool:
+        return self.ending.is_set()
+
+    def close(self) -> None:
         with self._lock:
-            still = list(self._open.items())
+            still = list(self.open.items())
         for link, _ in still:
             link.close()
         for _, thread in still:
             thread.join()
 
-    def _listen(self) -> None:
-        said = -math.inf
-        while True:
-            why = ""
-            try:
-                sock, _ = self._listener.accept()
-            except OSError as error:
-                if self._closed.wait(AGAIN_SECONDS):
-                    return
-                if error.errno != errno.ECONNABORTED:  # out of descriptors; else the peer was gone before it was taken
-                    why = f"the control port takes nobody: {error.strerror or error}"
-            else:
-                try:
-                    self._take_in(sock)
-                except (OSError, RuntimeError) as error:  # out of descriptors or of threads; or the peer is gone
-                    sock.close()
-                    why = f"a connection to the control port cannot be served: {error}"
-            if why and self._now() - said >= SAID_SECONDS:  # anybody can come as often as he likes
-                said = self._now()
-                self._say("problem", why=why)
+    def opening(self, peer: str) -> Opening:
+        return self._opening(peer)
 
-    def _take_in(self, sock: socket.socket) -> None:
-        """Serve it on a thread of its own. Raises OSError, RuntimeError."""
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        tls = self._tls()
-        link = Link(sock, Secure(sock, tls) if tls is not None else None)
-        thread = threading.Thread(target=self._serve, args=(link,), name=f"flowcheck {link.peer}", daemon=True)
+    def stranger(self, peer: str, why: str) -> None:
+        self.ended += 1
+        self._strangers.say(peer, why)
+
+    def misfit(self, peer: str, why: str) -> None:
+        self._say("connection", peer=peer, why=why)
+
+    def trouble(self, why: str) -> None:
+        if self._now() - self._said >= SAID_SECONDS:  # anybody can come as often as he likes
+            self._said = self._now()
+            self._say("problem", why=why)
+
+    def full(self, hello: Hello, peer: str) -> str:
         with self._lock:
-            full, closed = len(self._open) >= self._most, self._closed.is_set()
-            if full or closed:
-                link.close()  # without a word: a word would have to be waited for
-            else:
-                thread.start()
-                self._open[link] = thread
-                if len(self._open) >= self._most and self._now() - self._room_since >= SAID_SECONDS:
-                    self._said_full = False  # it is full anew, and not one of many times within a minute
-            says = full and not closed and not self._said_full
-            self._said_full |= says
+            others = hello.role == "peer" and len(self._peers) >= self._most - self._most // TRAINERS
+            full, says = len(self.open) >= self._most or others, not self._said_full
+            self._said_full |= full
+        if not full:
+            return ""
+        why = f"{self._most} connections to the control port are open, and it takes no more"
+        if others:
+            why = f"{len(self._peers)} nodes are connected to the control port, and the rest is kept for trainers"
         if says:
-            self._say("problem", why=f"{self._most} connections to the control port are open, and it takes no more:"
-                                     f" {link.peer} was sent away. Raise control.connections, or end those that are no"
-                                     " trainer's or node's")
+            self._say("problem", why=f"{why}: {peer} was sent away. Raise control.connections, or end those that are no"
+                                     " trainer's or node's any more")
+        return why
 
-    def _serve(self, link: Link) -> None:
+    def serve(self, link: Link, hello: Hello) -> None:
+        """On a thread of its own. Raises OSError, RuntimeError."""
+        keep_alive(link)
+        thread = threading.Thread(target=self._serve, args=(link, hello), name=f"flowcheck {link.peer}", daemon=True)
+        with self._lock:
+            thread.start()
+            self.open[link] = thread
+            if hello.role == "peer":
+                self._peers.add(link)
+            if len(self.open) >= self._most and self._now() - self._room_since >= SAID_SECONDS:
+                self._said_full = False  # it is full anew, and not one of many times within a minute
+
+    def _serve(self, link: Link, hello: Hello) -> None:
         try:
-            try:
-                hello = accept(link, self._token, self._resync)
-            except MisfitError:
-                raise  # not a stranger
-            except RecordsError as error:
-                self._strangers.say(link.peer, error.what)
-                _part(link, error.what)
-                return
             if hello.role == "peer":
                 serve(link, partial(self._shelf_of, hello.group), self._hear)
             else:
@@ -177,14 +194,22 @@ class ControlServer:
             self._say("connection", peer=link.peer, why=error.what)
             _part(link, error.what, isinstance(error, FinalRefusal))
         except FlowcheckError as error:  # its group cannot be started: placing threads, a port
-            self._say("problem", why=f"{link.peer} cannot be served: {error.message()}")
-            _part(link, "; ".join(line.strip() for line in error.message().splitlines()))
+            self._cannot(link, error)
+        except (MemoryError, OSError, RuntimeError) as error:
+            if (machine := of_the_machine(error)) is None:
+                raise
+            self._cannot(link, machine)
         finally:
             link.close()
             with self._lock:
-                if len(self._open) >= self._most:
+                if len(self.open) >= self._most:
                     self._room_since = self._now()
-                self._open.pop(link, None)
+                self.open.pop(link, None)
+                self._peers.discard(link)
+
+    def _cannot(self, link: Link, error: FlowcheckError) -> None:
+        self._say("problem", why=f"{link.peer} cannot be served: {error.message()}")
+        _part(link, "; ".join(line.strip() for line in error.message().splitlines()))
 
 
 class _Strangers:
@@ -229,6 +254,13 @@ class FinalRefusal(RecordsError):
     """A run that is not taken any more."""
 
 
+def keep_alive(link: Link) -> None:
+    """Raises OSError: the other side is gone."""
+    options = {(socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1, (socket.IPPROTO_TCP, socket.TCP_NODELAY): 1}
+    for (level, option), value in (options | {(socket.IPPROTO_TCP, key): n for key, n in KEEPALIVE.items()}).items():
+        link.set_option(level, option, value)
+
+
 def _part(link: Link, why: str, final: bool = False) -> None:
     try:
         link.send(Refused(why, final), seconds=1.0)
@@ -245,6 +277,8 @@ class _Connection:
         self._link, self._hello, self._group_of = link, hello, group_of
         self._outbox: queue.Queue[Any] = queue.Queue(OUTBOX)
         self._group: Group | None = None
+        self._member: RankSession | None = None
+        self._size = 0  # bytes of room that the message which is read now has
 
     def run(self) -> None:
         hello, link = self._hello, self._link
@@ -258,8 +292,8 @@ class _Connection:
         why = group.join(run, member, hello.instance)
         if why:
             raise RecordsError(why, where=link.peer)
-        self._group = group
-        link.limits = self._limits
+        self._group, self._member = group, member
+        link.limits, link.room = self._limits, self._room
         writer = threading.Thread(target=self._write, name=f"flowcheck to {link.peer}", daemon=True)
         broken = ""
         try:
@@ -282,10 +316,31 @@ class _Connection:
                 link.close()
             if writer.ident is not None:  # there was a thread to be had
                 writer.join()
-            link.limits = Limits  # they would know each other, and stay until the collector looks at all that there is
+            self._member = None
+            link.limits, link.room = Limits, Link.no_bound  # they would know each other, and stay for the collector
+
+    def _room(self, length: int, size: int) -> None:
+        """For a message of so many bytes, before it is read. Raises RecordsError."""
+        assert self._group is not None and self._member is not None
+        if size > max(self._limits().payload.values(), default=0):
+            return  # it is refused for that, and not read
+        needed = length * TEXT_WEIGHT + size
+        try:
+            self._group.inbox.enter(self._member, needed, lambda: self._link.over)
+        except RecordsError as error:
+            raise RecordsError(error.what, where=self._link.peer) from None
+        self._size = needed
 
     def _take(self, group: Group, member: RankSession) -> bool:
         """One message into the inbox. False: it was the last one."""
+        try:
+            return self._take_one(group, member)
+        finally:
+            if self._size:
+                group.inbox.leave(member, self._size)
+                self._size = 0
+
+    def _take_one(self, group: Group, member: RankSession) -> bool:
         try:
             message, size = self._link.receive()
         except RecordsError as error:
@@ -312,7 +367,8 @@ class _Connection:
                 tensors = {name.removeprefix("buffer."): tensor for name, tensor in found.items()}
             elif isinstance(message, State) or (isinstance(message, Patch) and not message.refused):
                 raise RecordsError(f"a {type(message).__name__.lower()} without tensors", where=self._link.peer)
-            group.put(Inbound(member, message, tensors, data))
+            group.put(Inbound(member, message, tensors, data, self._size))
+            self._size = 0  # it is the inbox's
         except queue.Full:
             raise RecordsError("sends more than the node takes", where=self._link.peer) from None
         except RecordsError:

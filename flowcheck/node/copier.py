@@ -44,8 +44,8 @@ from flowcheck.control.start import line_of, order
 from flowcheck.control.tls import client_context
 from flowcheck.control.version import status_of
 from flowcheck.durable import came_last, remove_tree
-from flowcheck.errors import FlowcheckError
-from flowcheck.node.beside import Lines, begun
+from flowcheck.errors import FlowcheckError, said_of
+from flowcheck.node.beside import Lines, begun, guarded
 from flowcheck.node.decided import Part, Run
 from flowcheck.node.journal import FOLDER, Journal
 from flowcheck.node.journaling import Journaling, lane_of, youngest
@@ -256,7 +256,7 @@ def _again(
             work()
             said, pause, wait = "", FIRST_PAUSE, seconds
         except Exception as error:  # also of a library: it must not end the thread without a word
-            why = error.what if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
+            why = error.what if isinstance(error, FlowcheckError) else said_of(error)
             if why != said:
                 failed(error, why)
             said, wait, pause = why, pause, min(2 * pause, LONGEST_PAUSE if longest is None else longest)
@@ -370,6 +370,7 @@ def main() -> int:
     settings, say = begun(), Lines()
     if not settings:
         return 0
+    say.live()
     rules, parity = Rules(**settings["rules"]), settings["parity"]
     fixed = parity is not None and bool(parity["members"])
     own = fixed and parity["number"] < parity["code"][0]
@@ -404,4 +405,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -48,6 +48,7 @@ from flowcheck.node.assigning import WHY, Assigning, withheld
 from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.divergences import Divergences
+from flowcheck.node.inbox import Inbox
 from flowcheck.node.ledger import Ledger
 from flowcheck.node.lines import closed_fields, line
 from flowcheck.node.live import LiveSession, wind_up
@@ -73,8 +74,6 @@ from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
 __all__ = ["Group"]
 
-INBOX = 4096  # messages; a connection that finds it full is too fast for anything honest
-
 
 class Group(Membership):
     """name: what trainers call it. sources: rings of the captures, which placers read; port: where they come from.
@@ -88,7 +87,7 @@ class Group(Membership):
         self._common = common
         self.name, self._config, self._sources, self._placers, self._port = name, config, sources, placers, port
         self._say_all, self._writer, self._hashes = say, writer, hashes
-        self._inbox: queue.Queue[Inbound] = queue.Queue(INBOX)
+        self.inbox = Inbox(config.control.inbox_mb << 20)
         self._followed = 0  # the start that the session belongs to
         self._resync: Resync | None = None  # of the session
         self._due = False  # the session is to begin by ranges
@@ -123,7 +122,7 @@ class Group(Membership):
 
     def put(self, inbound: Inbound) -> None:
         """Raises queue.Full."""
-        self._inbox.put_nowait(inbound)
+        self.inbox.put(inbound)
 
     def announce(self, member: RankSession, iteration: int) -> None:
         """A state's header has come; its payload follows."""
@@ -144,6 +143,7 @@ class Group(Membership):
     def stop(self) -> None:
         """Judge what is there, let go of everything. Idempotent."""
         self._stop.set()
+        self.inbox.close()
         if self._thread.is_alive():
             self._thread.join()
         self._users.close()
@@ -263,7 +263,7 @@ class Group(Membership):
 
     def _handle_one(self) -> bool:
         try:
-            inbound = self._inbox.get_nowait()
+            inbound = self.inbox.get()
         except queue.Empty:
             while self._gone:
                 member = self._gone.pop()
@@ -272,10 +272,17 @@ class Group(Membership):
                 if member.rank == 0 and self._session is not None:
                     self._session.withdraw()
             return False
+        try:
+            self._handle_this(inbound)
+        finally:
+            self.inbox.done(inbound)
+        return True
+
+    def _handle_this(self, inbound: Inbound) -> None:
         self._follow(inbound.member.start)
         gone = self.members.get(inbound.member.rank) is not inbound.member
         if inbound.member.start != self._followed or (gone and not isinstance(inbound.message, Record | User | Bye)):
-            return True  # of somebody who has left; records of a run stay good until it is started again
+            return  # of somebody who has left; records of a run stay good until it is started again
         if not gone:
             self._ledger.back(inbound.member.rank)
         try:
@@ -283,7 +290,6 @@ class Group(Membership):
         except FlowcheckError as error:
             self._say("refused", rank=inbound.member.rank, why=error.message())
             inbound.member.end(error.message())
-        return True
 
     def _handle(self, inbound: Inbound) -> None:
         message, member = inbound.message, inbound.member

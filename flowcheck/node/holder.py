@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -43,9 +44,10 @@ class Holder:
         self._stopping = self._reload = False  # no Event: a signal's handler may interrupt its very lock
         self._access = access = _check_files(config, lambda event, **fields: self._say(event, **fields))
         self._notify = Notify()
+        self._serving: Serving | None = None
         with ExitStack() as undo:
             self._telling = undo.enter_context(closing(Telling(
-                config.name, (), (), None, dict, shadow=config.shadow)))
+                config.name, (), (), None, dict, shadow=config.shadow, doors=self._doors)))
             self._say = say = self._telling.tally.beside(say)
             self._telling.look()
             self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
@@ -57,8 +59,12 @@ class Holder:
         """What it shows to others: that of the newest token."""
         return reader_key(self._access.of("reader")[0])
 
+    def _doors(self) -> dict[str, Any]:
+        return {"ports": {"api": self._serving.connected} if self._serving is not None else {}, "inboxes": {}}
+
     @property
     def api(self) -> str:
+        assert self._serving is not None
         return self._serving.address
 
     def announce(self, say: Callable[..., None]) -> None:
@@ -77,6 +83,7 @@ class Holder:
 
     def turn(self) -> None:
         """What is done again and again. Never waits."""
+        assert self._serving is not None
         self._telling.look()
         self._copying.look()
         self._serving.look()

@@ -48,7 +48,7 @@ from flowcheck.control.protocol import (
 )
 from flowcheck.control.tensors import TensorSpec, unpack
 from flowcheck.durable import remove_tree
-from flowcheck.errors import FlowcheckError
+from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.journal import FOLDER, JobText, Journal
 from flowcheck.node.parity_base import ParityBase
 from flowcheck.node.peers import checked, dial
@@ -124,8 +124,7 @@ class Journaling:
                     if time.monotonic() - self._seen > GONE_SECONDS:
                         self.make()
             except Exception as error:  # also of a library: it must not end the thread without a word
-                self._unjournaled("", error.message() if isinstance(error, FlowcheckError) else
-                                  f"{type(error).__name__}: {error}")
+                self._unjournaled("", said_of(error))
             self._ending.wait(wait)
 
     def _look(self) -> None:
@@ -161,8 +160,7 @@ class Journaling:
             try:
                 self._redo(folder, shard)
             except Exception as error:  # also of a library: other runs, and the next attempt, go on
-                self._unjournaled(shard, error.message() if isinstance(error, FlowcheckError) else
-                                  f"{type(error).__name__}: {error}")
+                self._unjournaled(shard, said_of(error))
 
     def _redo(self, folder: Path, shard: str) -> None:
         journal, bases = Journal(folder), bases_of(folder.parent)

@@ -32,9 +32,11 @@ class RankSession:
 
 @dataclass(frozen=True)
 class Inbound:
-    """A message of a member; tensors: its payload, data: the payload of one that has no tensors."""
+    """A message of a member; tensors: its payload, data: the payload of one that has no tensors. size: bytes of room
+    that it has in the inbox."""
 
     member: RankSession
     message: Any
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     data: bytes = b""
+    size: int = 0

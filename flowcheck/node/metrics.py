@@ -68,7 +68,8 @@ class Kind:
 def _parts(document: Document) -> Iterator[tuple[list[str], Any]]:
     for group in document["groups"]:
         name = group["name"]
-        more = {"connected": document["connected"].get(name, 0), "common": document["common"].get(name)}
+        more = {"connected": document["connected"].get(name, 0), "common": document["common"].get(name),
+                "inbox": document["inboxes"].get(name)}
         yield [name], group | more
 
 
@@ -114,6 +115,11 @@ def _common(found: Callable[[Any], Any]) -> Callable[[Any], Samples]:
     return lambda of: [([], found(of["common"]))] if of["common"] else []
 
 
+def _inbox(key: str) -> Callable[[Any], Samples]:
+    """Only of a group that trainers can come to."""
+    return lambda of: [([], of["inbox"][key])] if of["inbox"] else []
+
+
 def _pair(key: str, index: int) -> Callable[[Any], Samples]:
     return lambda of: [([], of[key][index])]
 
@@ -141,6 +147,20 @@ METRICS: tuple[Kind, ...] = (
           "Checksums of the trainers that must have matched before a version is offered for recovery (api.shadow)",
           _one("shadow")),
     _node("flowcheck_events_total", "counter", ("event", "group"), "Events (docs/reference/events.md)", _events),
+    _node("flowcheck_port_connections", "gauge", ("port", "state"),
+          "Connections to the control port and to the HTTP API: known ones, which have proved a token or shown a key,"
+          " and strangers", lambda of: [([port, state], one.get(state, 0)) for port, one in of["ports"].items()
+                                    for state in ("known", "strangers")]),
+    _node("flowcheck_strangers_ended_total", "counter", ("port",),
+          "Connections that were ended before they had proved a token or shown a key",
+          lambda of: [([port], one.get("ended", 0)) for port, one in of["ports"].items()]),
+    _node("flowcheck_readers_turned_away_total", "counter", (),
+          "Requests with a key that were asked to come again because api.connections were being answered",
+          lambda of: [([], of["ports"]["api"].get("turned_away", 0))] if "api" in of["ports"] else []),
+    _node("flowcheck_processes_replaced_total", "counter", ("process", "cause"),
+          "Processes beside the node's own that were started anew: they had ended, or hung",
+          lambda of: [([process, cause], of["replaced"].get(process, {}).get(cause, 0))
+                      for process in dict.fromkeys(["api", *of["replaced"]]) for cause in ("ended", "hung")]),
     _node("flowcheck_capture_packets_total", "counter", ("device",), "Packets that the mirror port has handed over",
           _captures("received")),
     _node("flowcheck_capture_bytes_total", "counter", ("device",), "Their captured bytes", _captures("bytes")),
@@ -160,6 +180,11 @@ METRICS: tuple[Kind, ...] = (
     Kind("flowcheck_ranks", "gauge", (), "Ranks of the job", _one("ranks")),
     Kind("flowcheck_ranks_connected", "gauge", (), "Ranks that are connected", _one("connected")),
     Kind("flowcheck_connections", "gauge", (), "Connections of the job on the wire", _one("flows")),
+    Kind("flowcheck_inbox_bytes", "gauge", (), "Bytes that its ranks have sent and it has not handled",
+         _inbox("bytes")),
+    Kind("flowcheck_inbox_size_bytes", "gauge", (), "How many there may be (control.inbox_mb)", _inbox("most")),
+    Kind("flowcheck_inbox_held_up_total", "counter", (), "Messages that were not read until there was room for them",
+         _inbox("held_up")),
     Kind("flowcheck_iterations_total", "counter", ("result",), "Iterations that have closed",
          lambda of: [([name], of["counts"][name]) for name in ("published", "not_published")]),
     Kind("flowcheck_iterations_failed_total", "counter", ("clause",),

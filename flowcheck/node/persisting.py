@@ -25,8 +25,8 @@ from flowcheck.checkpoint.store import UNNAMED, Lane, Rules
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.start import line_of
 from flowcheck.durable import let_read
-from flowcheck.errors import FlowcheckError
-from flowcheck.node.beside import Lines, begun
+from flowcheck.errors import FlowcheckError, said_of
+from flowcheck.node.beside import Lines, begun, guarded
 from flowcheck.node.divergences import Notices
 from flowcheck.node.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
 from flowcheck.node.runs import run_folder
@@ -136,7 +136,7 @@ class Persister:
             except Exception as error:  # also of a library: it must not end the thread without a word
                 self._mark_again = self._now() + FIRST_PAUSE
                 self._say("problem", name=one.shard, why=f"versions that have diverged are not marked in the store:"
-                                                         f" {_said(error)}")
+                                                         f" {said_of(error)}")
 
     def hung(self) -> bool:
         """Whether there is an upload of which no byte has moved for too long."""
@@ -220,7 +220,7 @@ class Persister:
             except Exception as error:  # also of a library: it must not end the thread without a word
                 upload.pause = min(max(FIRST_PAUSE, 2 * upload.pause), LONGEST_PAUSE)
                 upload.again, upload.tried, upload.step = self._now() + upload.pause, float("-inf"), 0
-                self._say("unstored", name=upload.name, step=holding.offer.step, why=_said(error), again=upload.pause)
+                self._say("unstored", name=upload.name, step=holding.offer.step, why=said_of(error), again=upload.pause)
 
     def _write(
         self, upload: _Upload, holding: Holding, rounding: str, version: PinnedVersion, name: str, old: bool
@@ -248,7 +248,7 @@ class Persister:
             if gone := lane.tidy(self._wants.rules):
                 self._say("expired", name=upload.name, versions=len(gone), path=gone[-1])
         except Exception as error:
-            self._say("problem", name=upload.name, why=f"older versions stay in the store: {_said(error)}")
+            self._say("problem", name=upload.name, why=f"older versions stay in the store: {said_of(error)}")
 
     def _users(self, holding: Holding) -> dict[int, bytes]:
         """What ranks gave of themselves with that version; those that gave some with others are waited for a little."""
@@ -262,10 +262,6 @@ class Persister:
 
 def _alive(upload: _Upload) -> bool:
     return upload.thread is not None and upload.thread.is_alive()
-
-
-def _said(error: Exception) -> str:
-    return error.message() if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
@@ -288,6 +284,8 @@ def main() -> int:
         return 0
     let_read(settings["readable_by"])
     stopping, say = threading.Event(), Lines()
+    if not settings["probe"]:
+        say.live()
     threading.Thread(target=_read_to_the_end, args=(stopping,), daemon=True).start()
     store = settings["store"]
     opened: list[Objects] = []
@@ -318,7 +316,7 @@ def _open(settings: Mapping[str, Any], opened: list[Objects], say: Callable[...,
             probe(objects, settings["node"])
         opened.append(objects)
     except Exception as error:
-        say("unstored", name="", step=None, again=None, why=_said(error))
+        say("unstored", name="", step=None, again=None, why=said_of(error))
 
 
 def _read_to_the_end(stopping: threading.Event) -> None:
@@ -328,4 +326,4 @@ def _read_to_the_end(stopping: threading.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -96,11 +96,13 @@ class Node:
             self._planned = planned
             self._port = Port(planned, self._captures)
             self._telling: Telling | None = None
+            self._serving: Serving | None = None
+            self.control: ControlServer | None = None
             self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
             if config.api is not None:
                 self._telling = undo.enter_context(closing(Telling(
                     config.name, planned, self._captures, self._port, self._connected, common=self._common.document,
-                    shadow=config.shadow)))
+                    shadow=config.shadow, doors=self._doors)))
                 say = self._say = self._telling.tally.beside(say)
             self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
             path = config.output.keep_hashes
@@ -119,11 +121,11 @@ class Node:
             self.control = undo.enter_context(closing(ControlServer(
                 config.control.address, access.of, config.control.connections, self._group, say, self._shelf,
                 wished(config.replica), lambda: access.tls, self._common.hear,
+                strangers=config.control.strangers, per_address=config.control.strangers_per_address,
             )))
             tls = client_context(config.tls.ca) if config.tls is not None and config.common.nodes else None
             neighbours = undo.enter_context(closing(Neighbours(
                 config.common.addresses, partial(config.token, "peer"), self._common, say, tls)))
-            self._serving: Serving | None = None
             if self._telling is not None:
                 self._telling.look()
                 self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
@@ -140,6 +142,7 @@ class Node:
         return self._serving.address if self._serving is not None else None
 
     def announce(self, say: Callable[..., None]) -> None:
+        assert self.control is not None
         say("listening", control=self.control.address, groups=self.config.groups, api=self.api)
         for why in warnings_of(self.config):
             self._say("problem", why=why)
@@ -158,6 +161,14 @@ class Node:
     def _connected(self) -> dict[str, int]:
         """Ranks that are, by group."""
         return {name: len(group.members) for name, group in list(self._groups.items())}
+
+    def _doors(self) -> dict[str, Any]:
+        """Who is connected to the ports, and what of the groups' inboxes is taken."""
+        ports = {"control": self.control.connected} if self.control is not None else {}
+        if self._serving is not None:
+            ports["api"] = self._serving.connected
+        inboxes = {name: group.inbox.counts() for name, group in list(self._groups.items())}
+        return {"ports": ports, "inboxes": inboxes}
 
     def _left_behind(self) -> list[str]:
         """Groups whose replicas an earlier process of this name left."""
@@ -370,6 +381,7 @@ def _show(made: Budget, console: Console) -> None:
         [f"captures, in {kind}", _mb(made.dpdk)], ["captures, in the kernel", _mb(made.kernel)],
         ["replicas and gradients of all groups, at most", _mb(made.replicas)],
         *([["answers of peers and to them, at most", _mb(made.peers)]] if made.peers else []),
+        ["trainers' messages to all groups, at most", _mb(made.inboxes)],
         ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
     ])
     threads = [Column("threads", folds=True), Column("how many", number=True), Column("core", number=True)]

@@ -6,8 +6,9 @@
 
 It shares nothing with the node but files, and a board that it can only read (board.py). What it does, and however it
 ends, holds up no capture. It has the cores that no capture is pinned to, at a lower priority. The node keeps the
-listening socket, so a process that died is replaced without a connection being refused. The key comes over stdin:
-neither arguments nor environment show it. The process itself: answering.py.
+listening socket, so a process that died is replaced without a connection being refused. So is one that hangs: it gives
+signs of life (heartbeat.py). The key comes over stdin: neither arguments nor environment show it. The process itself:
+answering.py.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowcheck.control.ask import reader_key
+from flowcheck.node.beside import ended
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.heartbeat import Pulse
 from flowcheck.node.listening import listen
 from flowcheck.node.tokens import HTTP_ROLES, keys_of
 
 __all__ = ["Serving"]
 
-BACKLOG = 256
+BACKLOG = 1024
 AGAIN_SECONDS = 5.0  # between two starts
 END_SECONDS = 5.0
+MOST_LINE = 1 << 16
 
 
 class Serving:
@@ -51,12 +55,19 @@ class Serving:
             "reserved": int(config.store is not None), "follows": bool(config.capture), "shadow": config.api.shadow,
             "copies": str(config.copies) if config.copies is not None else None,
             "store": config.store.model_dump(include={"url", "options"}) if config.store is not None else None,
-            "parity": _parity(config), "shown": _shown(config),
+            "parity": _parity(config), "shown": _shown(config), "limits": {
+                "connections": config.api.connections, "strangers": config.api.strangers,
+                "per_address": config.api.strangers_per_address,
+            },
         }
         self._config = config
         self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)
         self._process: subprocess.Popen[bytes] | None = None
+        self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a disk
         self._refused = False  # the kernel would not start it, which was said
+        self._pulse: Pulse | None = None
+        self._text = b""
+        self.connected: dict[str, int] = {}  # as it said last: doors/http_door.py
         self._start()
 
     def _start(self) -> None:
@@ -64,6 +75,7 @@ class Serving:
         self._began = time.monotonic()
         try:
             self._process = self._started()
+            self._pulse, self._text = Pulse(self._process.pid), b""
         except OSError as error:
             if not self._refused:
                 self._say("problem", why=f"the process that answers api.listen cannot be started:"
@@ -77,8 +89,10 @@ class Serving:
         descriptor = self._socket.fileno()
         given = [descriptor] if self._board < 0 else [descriptor, self._board]
         process = subprocess.Popen(  # a session of its own: Ctrl-C is for the node, which ends it
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=given, start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=given, start_new_session=True,
         )
+        assert process.stdout is not None
+        os.set_blocking(process.stdout.fileno(), False)
         _write(process, self._settings | {"socket": descriptor, "board": self._board})
         return process
 
@@ -90,26 +104,57 @@ class Serving:
             _write(self._process, said)
 
     def look(self) -> None:
-        """Start it anew if it has ended."""
-        status = self._process.poll() if self._process is not None else 0
-        if status is None or time.monotonic() - self._began < AGAIN_SECONDS:
+        """Start it anew if it has ended, or hangs. Never waits."""
+        self._left = [one for one in self._left if one.poll() is None]
+        process = self._process
+        if process is not None:
+            self._hear(process)
+            if process.poll() is None:
+                if self._pulse is not None and (why := self._pulse.look()):
+                    process.kill()
+                    self._left.append(process)
+                    self._say("problem", process="api", cause="hung", why=f"the process that answers api.listen hangs:"
+                              f" {why}; it was killed, and is started anew")
+                    self._replace(process)
+                return
+        if time.monotonic() - self._began < AGAIN_SECONDS:
             return
-        if self._process is not None:
-            self._say("problem", why=f"the process that answers api.listen ended with status {status}; it is started"
-                      " anew")
-        self._reap()
-        self._process = None
+        if process is not None:
+            self._say("problem", process="api", cause="ended", why="the process that answers api.listen"
+                      f" {ended(process.returncode)}; it is started anew")
+        self._replace(process)
+
+    def _replace(self, process: subprocess.Popen[bytes] | None) -> None:
+        if process is not None:
+            _let_go(process)
+        self._process, self.connected = None, {}
         self._start()
+
+    def _hear(self, process: subprocess.Popen[bytes]) -> None:
+        """Signs of life, of which the newest says who is connected."""
+        assert process.stdout is not None
+        while True:
+            try:
+                piece = os.read(process.stdout.fileno(), MOST_LINE)
+            except BlockingIOError:
+                return
+            if not piece:
+                return
+            *lines, self._text = (self._text + piece).split(b"\n")
+            for line in lines:
+                try:
+                    said = dict(json.loads(line))
+                except (ValueError, TypeError):
+                    continue  # of a library that prints while it is loaded
+                if self._pulse is not None:
+                    self._pulse.heard()
+                self.connected = {name: count for name, count in said.items() if isinstance(count, int)}
 
     def _reap(self) -> None:
         process = self._process
         if process is None:
             return
-        assert process.stdin is not None
-        try:
-            process.stdin.close()
-        except BrokenPipeError:
-            pass
+        _let_go(process)
         try:
             process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -140,6 +185,14 @@ def _parity(config: NodeConfig) -> dict[str, Any] | None:
 def _shown(config: NodeConfig) -> str:
     """The key that it shows to others as a reader."""
     return reader_key(config.token("reader")) if _parity(config) is not None else ""
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """It ends when its standard input does."""
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):
+            pipe.close()
 
 
 def _write(process: subprocess.Popen[bytes], said: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import Node, Offer
 from flowcheck.control.sources import addresses
-from flowcheck.errors import FlowcheckError
+from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.decided import Decided, Member, Part, Run
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.holdings import MemoryShelf
@@ -60,7 +60,7 @@ def sit(
                 take([*own, *(addresses(sorted(set(found.values()))) if found else [])], seat.steps, seat.part)
                 odd = ""
             except Exception as error:  # an address that is none, a file that cannot be read; nothing costs the lease
-                why = error.message() if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
+                why = said_of(error)
                 if odd != why:
                     tell("problem", why=f"placement is not followed: {why}")
                 odd = why

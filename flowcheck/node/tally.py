@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.errors import of_the_machine, said_of
 from flowcheck.job.clock import Clock
 from flowcheck.job.version_status import DIVERGED, VersionStatus
 from flowcheck.node.saying import Events, shown
@@ -242,6 +243,7 @@ class Tally:
         self._groups: OrderedDict[str, GroupTally] = OrderedDict()
         self._names: OrderedDict[str, None] = OrderedDict()  # the one that was heard last comes last
         self._counts: dict[str, dict[str, int]] = {}
+        self._replaced: dict[str, dict[str, int]] = {}  # processes that were, by cause
         self._wrong = Wrong()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
 
@@ -254,8 +256,9 @@ class Tally:
             except Exception as error:  # whatever is wrong with counting, what is counted goes on
                 if not self._broken:
                     self._broken = True
-                    say("problem", why=f"the event {event} could not be counted: {type(error).__name__}: {error};"
-                                       " metrics and the status page may be wrong. This is a bug: report this line")
+                    ours = "" if of_the_machine(error) is not None else ". This is a bug: report this line"
+                    say("problem", why=f"the event {event} could not be counted: {said_of(error)}; metrics and the"
+                                       f" status page may be wrong{ours}")
 
         def both(event: str, **fields: Any) -> None:
             say(event, **fields)
@@ -274,6 +277,9 @@ class Tally:
                 self._keep(name)
             if name is not None and (name in self._groups or GroupTally.follows(event)):
                 self._group(name).hear(event, now, fields)
+            if "process" in fields:
+                causes = self._replaced.setdefault(fields["process"], {})
+                causes[fields["cause"]] = causes.get(fields["cause"], 0) + 1
             of = self._counts.setdefault(event, {})
             of[name or ""] = of.get(name or "", 0) + 1
             if event not in QUIET:
@@ -303,10 +309,11 @@ class Tally:
             counts = {event: dict(of) for event, of in self._counts.items()}
             last = list(self._events)[-events:] if events else []
             wrong = self._wrong.document(self._clock())
+            replaced = {process: dict(causes) for process, causes in self._replaced.items()}
         return {
             "node": self._name, "started": self._started, "time": self._clock(),
             "groups": sorted(groups, key=lambda group: str(group["name"])), "counts": counts, "events": last,
-            "wrong": wrong,
+            "wrong": wrong, "replaced": replaced,
         }
 
 

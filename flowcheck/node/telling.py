@@ -33,14 +33,15 @@ LOST = ("ring_full", "oversize", "bad_checksum", "unfinished", "nic_missed", "er
 class Telling:
     """name: the node's. planned, sources: captures, as of Port. port: None: there are none. connected(): ranks that are
     connected, by group. now: a clock that never goes back. stamp: seconds since 1970. common(): as of Common.document.
-    shadow: api.shadow."""
+    shadow: api.shadow. doors(): connections by port, as of ControlServer.connected, and inboxes by group."""
 
     def __init__(
         self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Port | None,
         connected: Callable[[], Mapping[str, int]], now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], float] = time.time, common: Callable[[], Mapping[str, Any]] = dict, shadow: int = 0,
+        doors: Callable[[], Mapping[str, Any]] = lambda: {"ports": {}, "inboxes": {}},
     ) -> None:
-        self._shadow = shadow
+        self._shadow, self._doors = shadow, doors
         self.tally = Tally(name, stamp)
         self.board = Board()
         self._planned, self._sources, self._port, self._connected = planned, sources, port, connected
@@ -60,6 +61,7 @@ class Telling:
             "version": __version__, "captures": [self._capture(i) for i in range(len(self._planned))],
             "unclaimed": dict(self._port.unclaimed) if self._port is not None else {},
             "connected": dict(self._connected()), "common": dict(self._common()), "shadow": self._shadow,
+            **self._doors(),
         }
         rows, events = ROWS, EVENTS
         while not self.board.write(json.dumps(self.tally.document(rows, events) | more).encode()):

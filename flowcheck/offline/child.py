@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError, of_the_machine
 
 __all__ = ["run_task", "serve"]
 
@@ -100,6 +100,9 @@ def serve(order: Mapping[str, Any], tasks: Mapping[str, Task]) -> None:
     except Exception as error:
         if isinstance(error, FlowcheckError):
             said = {"root": type(error).__name__, "what": error.what, "where": error.where, "remedy": error.remedy}
+        elif (machine := of_the_machine(error)) is not None:
+            said = {"root": "EnvironmentProblem", "what": machine.what, "where": order["task"],
+                    "remedy": machine.remedy}
         elif isinstance(error, OSError):
             said = {
                 "root": "EnvironmentProblem", "what": error.strerror or str(error),

@@ -57,6 +57,7 @@ from updater.errors import UpdaterError
 __all__ = ["Follower"]
 
 RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
+RECORDS_BYTES = 1 << 30  # of their buffers, or as many as there are arenas
 LOOK_SECONDS = 0.001  # that an idle poll waits for the workers
 NO_ROOM = "no slot of the replica is free: readers pin the others; gradients wait in their arenas"
 
@@ -115,13 +116,15 @@ class Follower:
         if self.replica is not None:
             self.replica.heard(self.clock.after(iteration))
         awaited = max(self.engine.oldest, self.next or 0)  # a state may be far ahead of what still has to close
-        if iteration > awaited + RECORDS_AHEAD:
+        nbytes = sum(tensor.nbytes for tensor in record.buffers.values())
+        ahead = min(RECORDS_AHEAD, max(self.plan.engine.arenas, RECORDS_BYTES // max(nbytes, 1)))
+        if iteration > awaited + ahead:
             if self._ahead:
                 return []
             self._ahead = True  # a mirror that is down; what these belong to will not be complete either
             return [Waiting(
                 awaited, f"no packets of it, while a record says that iteration {self.clock.number(iteration)} is over;"
-                f" records further than {RECORDS_AHEAD} ahead are not kept",
+                f" records further than {ahead} ahead are not kept",
             )]
         self._ahead = False
         self.records.keep(iteration, record, rank, self.engine.oldest)

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from flowcheck.control.protocol import Bye
-from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.errors import FlowcheckError, UserError, of_the_machine
 from flowcheck.job.clock import Clock
 from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
@@ -360,6 +360,7 @@ class Attachment(Told):
 
     def _refuse(self, error: Exception) -> None:
         """Nothing more is tried. The reason stays; a fault of ours is logged with its place."""
+        error = of_the_machine(error) or error
         if isinstance(error, FlowcheckError):
             self._refused = error.message()
             _log.warning("flowcheck: not attached: %s", self._refused)

@@ -18,7 +18,8 @@ NAMED = re.compile(r"(\*slow\* )?`(tests/[\w/]+\.py)::(\w+)`")
 ASKED = ("killed, at any instant", "trainer dies", "link goes down", "mirror is reconfigured", "disk is full",
          "storage hangs", "clock jumps", "peer dies", "holds a port", "huge pages are gone",
          "lost with its machine", "leaf is lost", "registry is gone", "peer has a newer version",
-         "standard output hangs", "disk of `output.directory` hangs")
+         "standard output hangs", "disk of `output.directory` hangs", "process that answers the API",
+         "thousand connections", "memory runs out")
 
 
 def rows() -> dict[str, list[tuple[bool, str, str]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.protocol import _tls_reason
+from flowcheck.control.protocol import tls_reason
 
 
 def ssl_error(kind: type[ssl.SSLError] = ssl.SSLError, **fields: Any) -> ssl.SSLError:
@@ -25,4 +25,4 @@ def ssl_error(kind: type[ssl.SSLError] = ssl.SSLError, **fields: Any) -> ssl.SSL
     (OSError(32, "Broken pipe"), "Broken pipe"), (OSError("something else"), "something else"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_why_there_is_no_tls(error: OSError, why: str) -> None:
-    assert _tls_reason(error) == why
+    assert tls_reason(error) == why

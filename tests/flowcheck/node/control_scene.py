@@ -18,6 +18,7 @@ import torch
 from flowcheck.control.protocol import Hello, Link, RecordsError
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.node import control
+from flowcheck.node.inbox import Inbox
 
 
 class NotedGroup:
@@ -26,6 +27,7 @@ class NotedGroup:
     def __init__(self, plan: Any = None, why: str = "", refuses: Exception | None = None, final: str = ""
                  ) -> None:
         self.plan, self.why, self.refuses, self.final = plan, why, refuses, final
+        self.inbox = Inbox(1 << 30)
         self.joined: list[tuple[Any, ...]] = []
         self.member: Any = None
         self.said: queue.Queue[Any] = queue.Queue()

@@ -12,6 +12,7 @@ import pytest
 
 from flowcheck.node import service
 from flowcheck.node.drops import OWN
+from flowcheck.node.inbox import Inbox
 
 from ..memory_ring import MemoryRing
 
@@ -118,6 +119,7 @@ class NotedGroup:
         self.members: dict[int, Any] = {}
         self.plan: Any = None
         self.failure: BaseException | None = None
+        self.inbox = Inbox(1 << 20)
 
     def refused(self, run: tuple[str, int, int]) -> str:
         return ""

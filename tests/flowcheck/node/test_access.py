@@ -29,6 +29,7 @@ from flowcheck.node.api_description import describe
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.holdings import Gone, Shelf
+from flowcheck.node.inbox import Inbox
 from flowcheck.node.serving import Serving
 from flowcheck.node.tokens import Access
 
@@ -264,6 +265,7 @@ def test_settings_that_a_shell_gives_through_a_pipe_are_read(tmp_path: Path) -> 
 
 class Group:
     plan = None
+    inbox = Inbox(1 << 30)
 
     def refused(self, run: tuple[str, int, int]) -> str:
         return ""

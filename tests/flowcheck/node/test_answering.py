@@ -18,7 +18,8 @@ from uvicorn.server import ServerState
 
 from flowcheck.errors import UserError
 from flowcheck.node import answering
-from flowcheck.node.answering import ASK_SECONDS, CONNECTIONS, LOOK_SECONDS, TAKE_SECONDS, _Client, _Loop, _Settings
+from flowcheck.node.answering import ASK_SECONDS, LOOK_SECONDS, TAKE_SECONDS, _Client, _Loop, _Settings
+from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.parity_shelf import OTHERS_SECONDS
 from flowcheck.node.sending import Offering
 
@@ -35,6 +36,8 @@ class Scene:
         self.timers: list[tuple[float, Callable[[], None]]] = []
         config = uvicorn.Config(app or self._app, http=_Client, ws="none", lifespan="off", log_config=None)
         self.client = _Client(config, ServerState(), {}, self)  # type: ignore[arg-type]
+        self.client.visitor = SimpleNamespace(  # type: ignore[assignment]
+            offer=lambda scope: None, answered=lambda: None, gone=lambda: None)
         transport = SimpleNamespace(
             get_extra_info=lambda name, default=None: default, abort=self.abort, close=self.close,
             pause_reading=lambda: None, resume_reading=lambda: None, is_closing=lambda: False, write=lambda data: None)
@@ -178,30 +181,11 @@ def test_how_many_may_come_and_what_is_said_of_the_server() -> None:
         pass
 
     config = answering.server_of(Scene()._app, tls).config  # type: ignore[arg-type]
-    assert (config.limit_concurrency, config.http, config.ws, config.lifespan) == (CONNECTIONS, _Client, "none", "on")
+    assert (config.limit_concurrency, config.http, config.ws, config.lifespan) == (None, _Client, "none", "on")
     assert (config.timeout_keep_alive, config.timeout_graceful_shutdown) == (5, 1)
     assert (config.server_header, config.date_header, config.access_log, config.log_level) == (False, False, False,
                                                                                               "error")
     assert config.ssl_context_factory is tls and answering.server_of(Scene()._app).config.ssl_context_factory is None
-
-
-@pytest.mark.parametrize(("given", "made"), [
-    ({"ssl": "context"}, {"ssl": "context", "ssl_handshake_timeout": ASK_SECONDS}), ({"ssl": None}, {"ssl": None}),
-    ({"backlog": 7}, {"backlog": 7}),
-])
-def test_a_handshake_may_take_as_long_as_a_question(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], made: dict[str, Any]
-) -> None:
-    found: list[Any] = []
-
-    async def create_server(loop: Any, *some: Any, **more: Any) -> str:
-        found.append((some, more))
-        return "server"
-
-    monkeypatch.setattr(asyncio.SelectorEventLoop, "create_server", create_server)
-    with asyncio.Runner(loop_factory=_Loop) as runner:
-        assert runner.run(runner.get_loop().create_server("factory", **given)) == "server"  # type: ignore[arg-type,call-overload]
-    assert found == [(("factory",), made)]
 
 
 def test_it_serves_one_socket_on_a_loop_of_its_own() -> None:
@@ -210,7 +194,7 @@ def test_it_serves_one_socket_on_a_loop_of_its_own() -> None:
     async def served(sockets: Any) -> None:
         found.append((sockets, type(asyncio.get_running_loop())))
 
-    answering.serve(SimpleNamespace(serve=served), "socket")  # type: ignore[arg-type]
+    answering.serve(SimpleNamespace(serve=served), "socket", Limits())  # type: ignore[arg-type]
     assert found == [(["socket"], _Loop)]
 
 
@@ -289,9 +273,10 @@ class Process:
         self.said: dict[str, Any] = {
             "keys": {"k": ["reader"]}, "shown": "s", "tls": None, "node": "n", "replicas": "/r", "checkpoints": "/c",
             "cores": [], "reserved": 1, "follows": True, "shadow": 3, "copies": None, "store": None, "parity": None,
-            "socket": 11, "board": -1,
+            "socket": 11, "board": -1, "limits": {"connections": 5, "strangers": 6, "per_address": 7},
         }
         patch.setattr(answering, "begun", lambda: self.said)
+        patch.setattr(answering, "silent_output", lambda: 12)
         for name in ("MemoryShelf", "DiskShelf", "ParityShelf", "StoreShelf", "StreamShelf", "Placed", "Glance", "Node",
                      "open_store", "client_context"):
             patch.setattr(answering, name, self._maker(name))
@@ -327,7 +312,7 @@ class Process:
             answering.main()
         assert ended.value.args == (0,)
         server = ("server", "app", None)
-        assert self.did == [("follows", server), "collect", "freeze", (server, ("socket", 11))]
+        assert self.did == [("follows", server), "collect", "freeze", (server, ("socket", 11), Limits(5, 6, 7), 12)]
         found: dict[str, Any] = self.made["shelves"]
         return found
 

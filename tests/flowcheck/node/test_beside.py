@@ -44,7 +44,7 @@ class Mine(Beside):
         self.said: list[str] = []
         super().__init__(module, "does it", {"a": 1} if settings is None else settings, self._problem)
 
-    def _problem(self, event: str, *, why: str) -> None:
+    def _problem(self, event: str, *, why: str, process: str = "", cause: str = "") -> None:
         assert event == "problem"
         self.said.append(why)
 

@@ -68,11 +68,11 @@ def test_what_is_left_is_ordinary_memory_and_huge_pages_that_captures_do_not_tak
         return int(note.split(" MB are left")[0].rsplit(" ", 1)[1]), found
 
     mb, found = left(huge=False, available=9 * GB, free=GB)
-    assert mb == (9 * GB - found.dpdk + GB) >> 20 and found.dpdk > 0
+    assert mb == (9 * GB - found.dpdk - found.inboxes + GB) >> 20 and found.dpdk > 0
     mb, found = left(huge=True, available=9 * GB, free=2 * GB)
-    assert mb == (9 * GB + 2 * GB - found.dpdk) >> 20
+    assert mb == (9 * GB + 2 * GB - found.dpdk - found.inboxes) >> 20
     mb, found = left(huge=True, available=9 * GB, free=0)
-    assert mb == 9 << 10, "huge pages that are not there take nothing from ordinary memory"
+    assert mb == (9 << 10) - (found.inboxes >> 20), "huge pages that are not there take nothing from ordinary memory"
 
 
 def test_a_bound_that_was_not_set_and_fits_is_no_note() -> None:
@@ -87,7 +87,7 @@ def test_a_bound_that_was_not_set_and_fits_is_no_note() -> None:
 def test_memory_is_that_of_all_captures_together() -> None:
     tables = {"device": "ring", "path_mtu": 4096, "queues": 2}, {"device": "null", "path_mtu": 1024, "ring_size": 1024}
     both, first, second = made(ROOMY, *tables), made(ROOMY, tables[0]), made(ROOMY, tables[1])
-    assert not both.huge and both.kernel == 0 and both.ordinary == both.dpdk
+    assert not both.huge and both.kernel == 0 and both.ordinary == both.dpdk + both.inboxes
     alone = EAL_TABLES_MB << 20
     assert abs(both.dpdk - (first.dpdk + second.dpdk - alone)) <= 1 << 20
     assert [one.rings for one in both.captures] == [first.captures[0].rings, second.captures[0].rings]
@@ -100,7 +100,8 @@ def test_huge_pages_are_taken_if_there_are_enough_and_the_settings_leave_it_open
     table = {"device": "ring", "path_mtu": 1024}
     need = live_memory(one.live for one in plan_captures(config(table))).huge_mb << 20
     enough, short = replace(ROOMY, huge_free=need), replace(ROOMY, huge_free=need - 1)
-    assert made(enough, table).huge and made(enough, table).ordinary == 0 and made(enough, table).dpdk == need
+    found = made(enough, table)
+    assert found.huge and found.ordinary == found.inboxes and found.dpdk == need
     assert not made(short, table).huge and "too slow for line rate" in made(short, table).notes[0]
     assert not made(enough, table | {"huge": False}).huge
     assert made(enough, table | {"huge": True}).problems == ()
@@ -144,10 +145,11 @@ def test_answers_of_peers_and_to_them_take_memory() -> None:
     table = {"device": "ring", "path_mtu": 4096, "ring_size": 1 << 20}
     alone, two = made(ROOMY, table), made(ROOMY, table, groups=3, replica={"peers": ["a:1", "b:1"]})
     assert (alone.peers, two.peers) == (0, 2 * 3 * 2 * (64 << 20))
-    assert two.ordinary == alone.ordinary + two.peers
+    assert (alone.inboxes, two.inboxes) == (512 << 20, 3 * 512 << 20)
+    assert two.ordinary - two.inboxes == alone.ordinary - alone.inboxes + two.peers
     (problem,) = made(replace(ROOMY, available=two.ordinary - 1), table, groups=3,
                       replica={"peers": ["a:1", "b:1"], "memory_mb": 1}).problems
-    assert problem.where == "capture" and problem.what.startswith("captures and peers take ")
+    assert problem.where == "capture" and problem.what.startswith("captures, peers and inboxes take ")
     assert [one.count for one in two.threads if one.name == "ask a peer, of each group"] == [6]
     assert not any("peer" in one.name for one in alone.threads)
     taking = made(ROOMY, table, groups=3, replica={"peer_versions": ["a:1", "b:1"]})

@@ -43,7 +43,7 @@ def test_all_notes_at_once_in_their_order() -> None:
     facts = replace(ROOMY, available=9 * GB, cpus=frozenset({0, 1, 2, 3}), node_cpus={1: frozenset({3})})
     found = made(facts, {"device": "ring", "queues": 2, "cores": [0, 1], "place_cores": [2, 3]}, at=(1,),
                  replica={"slots": 2})
-    left = (9 * GB - found.dpdk) >> 20
+    left = (9 * GB - found.ordinary) >> 20
     assert found.notes == (
         SLOW, UNSET.format(left),
         "replica.slots: with 2 all state is asked for at once, and all ranks wait for it. replica.resync = \"ranges\""
@@ -82,9 +82,10 @@ def test_an_engine_of_which_the_machine_says_nothing_is_not_far() -> None:
 def test_a_bound_that_does_not_fit_is_a_problem_or_a_note_and_never_both() -> None:
     """To the megabyte; of several groups together."""
     table, facts = {"device": "ring", "huge": False}, replace(ROOMY, available=9 * GB)
-    left = (9 * GB - made(facts, table).dpdk) >> 20
-    for groups, said in ((1, f"a job may take {left + 1} MB"),
-                         (2, f"2 groups of {left // 2 + 1} MB may take {2 * (left // 2 + 1)} MB")):
+    for groups in (2, 1):
+        left = (9 * GB - made(facts, table, groups=groups).ordinary) >> 20
+        said = {1: f"a job may take {left + 1} MB",
+                2: f"2 groups of {left // 2 + 1} MB may take {2 * (left // 2 + 1)} MB"}[groups]
         found = made(facts, table, groups=groups, replica={"memory_mb": left // groups + 1})
         assert only(found.problems) == (UserError, f"{said}, and {left} MB are left beside the captures",
                                         "replica.memory_mb", f"at most {left // groups}")
@@ -101,8 +102,9 @@ def test_memory_that_captures_lack_is_said_alone() -> None:
     assert made(replace(ROOMY, available=need), table).problems == ()
     found = made(replace(ROOMY, available=need - (1 << 20)), table, replica={"memory_mb": 1 << 20})
     assert only(found.problems) == (
-        EnvironmentProblem, f"captures take {need >> 20} MB of ordinary memory, {(need >> 20) - 1} MB are available",
-        "capture", "smaller rings or fewer queues, or more memory")
+        EnvironmentProblem, f"captures and inboxes take {need >> 20} MB of ordinary memory, {(need >> 20) - 1} MB are"
+        " available",
+        "capture", "smaller rings, fewer queues or less as control.inbox_mb, or more memory")
 
 
 def test_huge_pages_that_are_missing_are_counted() -> None:

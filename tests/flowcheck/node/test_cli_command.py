@@ -277,6 +277,7 @@ captures, in huge pages                         2,057
 captures, in the kernel                            64
 replicas and gradients of all groups, at most  40,960
 answers of peers and to them, at most               7
+trainers' messages to all groups, at most         512
 free huge pages                                 3,072
 available ordinary memory                      92,160
 
@@ -320,7 +321,7 @@ def test_what_a_check_prints(width: int, shown: str) -> None:
     of_none = CaptureFigures("af_packet:eth5", -1, "copy", (), 1, 1024, 5 * mib, mib, 64 * mib, -1, 0.5)
     made = Budget(
         huge=True, captures=(of_node, of_none), dpdk=(2 << 30) + 9 * mib, kernel=64 * mib, replicas=40 << 30,
-        peers=7 * mib, ordinary=1, available=90 << 30, huge_free=3 << 30,
+        peers=7 * mib, inboxes=512 * mib, ordinary=1, available=90 << 30, huge_free=3 << 30,
         threads=(ThreadPlace("receive from 0000:81:00.1 queue 0", 1, 3), ThreadPlace("update", 12)), left=(5, 7),
         notes=("one [bold]thing[/bold]", "another"), problems=(),
     )
@@ -339,7 +340,8 @@ def test_a_check_for_machines(command: Callable[..., int], world: World, capsys:
     said = json.loads(capsys.readouterr().out)
     (capture,) = said["captures"]
     assert (capture["device"], capture["ring_packets"], capture["mbps"]) == ("ring", 16384, -1)
-    assert said["problems"] == [] and said["huge"] is False and said["ordinary"] == said["dpdk"] > 16384 * 1152
+    assert said["problems"] == [] and said["huge"] is False and said["inboxes"] == 512 << 20
+    assert said["ordinary"] - said["inboxes"] == said["dpdk"] > 16384 * 1152
 
 
 def test_a_check_tells_machines_its_problems(command: Callable[..., int], world: World, capsys: Any) -> None:

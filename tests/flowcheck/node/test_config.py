@@ -82,7 +82,8 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text('[control]\nlisten = "localhost:1"\ntoken_file = "t"\n[capture]\ndevice = "d"\n')
     assert load(path).model_dump() == {
-        "control": {"listen": "localhost:1", "token_file": Path("t"), "insecure": False, "connections": 256},
+        "control": {"listen": "localhost:1", "token_file": Path("t"), "insecure": False, "connections": 256,
+                    "strangers": 1024, "strangers_per_address": 256, "inbox_mb": 512},
         "capture": ({
             "device": "d", "path_mtu": 0, "dump": "copy", "engines": (), "queues": 1, "cores": (),
             "place_cores": (), "huge": None,

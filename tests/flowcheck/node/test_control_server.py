@@ -18,6 +18,8 @@ from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsE
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import control
 from flowcheck.node.control import ControlServer, _Connection
+from flowcheck.node.doors import gate
+from flowcheck.node.inbox import Inbox
 from flowcheck.node.shelf import Shelf
 
 from ..hand_node import until
@@ -33,6 +35,7 @@ class OneGroup:
 
     def __init__(self) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
+        self.inbox = Inbox(1 << 30)
 
     def refused(self, run: tuple[str, int, int]) -> str:
         return ""
@@ -84,12 +87,17 @@ class Port:
         except ConnectionResetError:
             return True
 
-    def challenged(self) -> Link:
+    def sent_away(self) -> None:
+        with pytest.raises(RecordsError, match=r"refused: [0-9]+ connections to the control port are open"):
+            self.attach()
+
+    def placed(self) -> Link:
         """A connection that has a place. One is free a moment after another connection has ended."""
         for _ in range(1000):
-            link = self.connect()
-            if not self.ended(link):
-                return link
+            try:
+                return self.attach()
+            except RecordsError:
+                pass
         raise AssertionError("no place became free")
 
     def close(self) -> None:
@@ -170,7 +178,7 @@ def test_a_peer_is_answered_from_the_shelf_and_is_no_rank_of_the_group(port: Cal
 def test_another_node_of_the_job_is_heard_and_answered_and_needs_no_group(port: Callable[..., Port]) -> None:
     one, heard = port(), []
     mine = Steps("0a" * 16, "one", [("run", 3, "s0", [4, 5])])
-    one.server._hear = lambda said, where: (heard.append((said, where)), mine)[1]
+    one.server._office._hear = lambda said, where: (heard.append((said, where)), mine)[1]
     link = one.attach(role="peer", group="second")
     for newest in (5, 6):
         said = Steps("0b" * 16, "other", [("run", 3, "s1", [newest - 1, newest])])
@@ -215,21 +223,25 @@ def test_a_rule_broken_by_one_is_noted_and_the_others_go_on(port: Callable[..., 
         pass
 
 
-def test_as_many_connections_as_the_settings_allow_known_or_not(port: Callable[..., Port]) -> None:
+def test_as_many_that_are_known_as_the_settings_allow_whatever_strangers_do(port: Callable[..., Port]) -> None:
     one = port(connections=2)
-    known, silent = one.attach(), one.connect()
-    assert silent._socket.recv(1) == b"F"  # its challenge: it is counted
-    assert one.ended(one.connect())  # without a challenge
+    silent = [one.connect() for _ in range(5)]
+    assert all(link._socket.recv(1) == b"F" for link in silent)  # a challenge: each has its place
+    known, other = one.attach(), one.attach(rank=2)
+    one.sent_away()
+    assert one.server.connected["known"] == 2
     known.send(Bye())
-    assert one.group.said.get(timeout=60)[1:] == (0, "first")
-    one.challenged()
+    one.placed()
+    other.send(Flows([]))
+    while one.group.said.get(timeout=60) != Flows([]):
+        pass
 
 
 def test_a_connection_that_came_to_nothing_gives_its_place_back(port: Callable[..., Port]) -> None:
     one = port(connections=1)
     for _ in range(3):
-        one.challenged().close()
-    one.challenged()
+        one.placed().close()
+    one.placed()
 
 
 def test_strangers_are_said_once_a_minute_with_how_many_they_were(
@@ -238,8 +250,8 @@ def test_strangers_are_said_once_a_minute_with_how_many_they_were(
     """Each is a connection without a byte, which needs no token."""
     one = port()
     seen: list[str] = []
-    real = one.server._strangers.say
-    monkeypatch.setattr(one.server._strangers, "say", lambda peer, why: (real(peer, why), seen.append(why)))
+    real = one.server._office._strangers.say
+    monkeypatch.setattr(one.server._office._strangers, "say", lambda peer, why: (real(peer, why), seen.append(why)))
     for number in range(5):
         one.connect().close()
         until(lambda number=number: len(seen) == number + 1)
@@ -285,17 +297,17 @@ def test_that_there_is_no_room_is_said_once_until_there_was_room_for_a_while(por
     one = port(connections=1)
 
     def fill() -> Link:
-        link = one.challenged()
+        link = one.placed()
         for _ in range(3):
-            assert one.ended(one.connect())
+            one.sent_away()
         return link
 
     def empty(link: Link) -> None:
         link.close()
-        until(lambda: not one.server._open)
+        until(lambda: not one.server.connected["known"])
 
     def problems() -> list[str]:
-        assert one.ended(one.connect())  # what was said of those before is there
+        one.sent_away()  # what was said of those before is there
         said = [one.events.get() for _ in range(one.events.qsize())]
         return [fields["why"] for event, fields in said if event == "problem"]
 
@@ -316,7 +328,7 @@ def test_a_group_that_cannot_be_started_is_said_and_told(port: Callable[..., Por
     def fails(name: str) -> Any:
         raise EnvironmentProblem("a placing thread cannot be pinned", where="capture.place_cores", remedy="others")
 
-    one.server._group_of = fails
+    one.server._office._group_of = fails
     link = one.attach(rank=2)
     why = "capture.place_cores: a placing thread cannot be pinned; remedy: others"
     assert link.receive(wait=10) == (Refused(why), 0)
@@ -329,7 +341,7 @@ def test_a_group_that_cannot_be_started_is_said_and_told(port: Callable[..., Por
 def test_sockets_and_threads_of_a_connection(port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer whose machine is gone is noticed within half a minute, and its threads keep no process alive."""
     taken: list[socket.socket] = []
-    monkeypatch.setattr("flowcheck.node.control.Link", lambda sock, tls: (taken.append(sock), Link(sock, tls))[1])
+    monkeypatch.setattr(gate, "Link", lambda sock, tls: (taken.append(sock), Link(sock, tls))[1])
     one = port()
     link = one.attach(rank=2)
     link.receive(wait=10)
@@ -350,7 +362,7 @@ def test_close_ends_all_connections_and_their_threads(port: Callable[..., Port])
     known.receive(wait=10)
     assert silent._socket.recv(1) == b"F"
     mine = set(threading.enumerate()) - before
-    assert len(mine) == 3  # a reader and a writer, and a reader
+    assert len(mine) == 2  # a reader and a writer; a stranger has no thread
     one.server.close()
     assert not any(thread.is_alive() for thread in mine)
     with pytest.raises(RecordsError, match="connection"):
@@ -439,9 +451,10 @@ def test_a_connection_that_cannot_be_served_is_not_the_end(
             raise error
         return Link(*given)
 
-    monkeypatch.setattr(control, "Link", short)
+    monkeypatch.setattr(gate, "Link", short)
     for _ in range(3):
-        assert one.ended(one.connect())
+        with pytest.raises(RecordsError, match="connection"):
+            one.attach(rank=2)
     event, fields = one.events.get(timeout=60)
     assert event == "problem" and str(error) in fields["why"]
     assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")

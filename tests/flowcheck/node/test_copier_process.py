@@ -17,6 +17,13 @@ from flowcheck.node.decided import Part
 from .test_copier_sources import MEMBER, said
 
 
+class Say(str):
+    """In place of Lines."""
+
+    def live(self) -> None:
+        pass
+
+
 class Exit(BaseException):
     pass
 
@@ -49,7 +56,7 @@ class Process:
 
         patch.setattr(module, "_Sources", Mine)
         patch.setattr(module, "begun", lambda: self.settings)
-        patch.setattr(module, "Lines", lambda: "say")
+        patch.setattr(module, "Lines", lambda: Say("say"))
         patch.setattr(module, "Streams", lambda directory: SimpleNamespace(held=("streams", directory)))
         patch.setattr(module.threading, "Thread", self._thread)
         patch.setattr(module.os, "_exit", self._exit)

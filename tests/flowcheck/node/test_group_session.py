@@ -549,7 +549,7 @@ def test_the_thread_sleeps_when_nothing_moves_and_not_before(scene, monkeypatch,
 
     def sleep(seconds: float) -> None:
         assert seconds == 0.0005
-        left.append((at.group._inbox.qsize(), at.session.moves if job else -1))
+        left.append((at.group.inbox._queue.qsize(), at.session.moves if job else -1))
         at.group._stop.set()
 
     monkeypatch.setattr(flowcheck.node.group, "time", SimpleNamespace(sleep=sleep))

@@ -127,8 +127,8 @@ def test_what_it_tells_of_itself_has_no_captures(scene: Scene, monkeypatch: pyte
 
     monkeypatch.setattr(module, "Telling", telling)
     scene.config = scene.config.model_copy(update={"api": scene.config.api.model_copy(update={"shadow": 3})})  # type: ignore[union-attr]
-    with scene.holder():
-        assert given == [(("h", (), (), None, dict), {"shadow": 3})]
+    with scene.holder() as holder:
+        assert given == [(("h", (), (), None, dict), {"shadow": 3, "doors": holder._doors})]
 
 
 def test_it_waits_until_it_is_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

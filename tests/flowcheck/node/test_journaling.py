@@ -208,7 +208,7 @@ def test_a_group_for_which_there_was_no_thread_gets_one_later(
         number = source.step()
         start(api.name)
         until(lambda: Journal(folder_of(tmp_path, api.name) / FOLDER).entries == [number])
-    assert len(refused) == 2 and whys(said)[0] == "RuntimeError: can't start new thread"
+    assert len(refused) == 2 and "can't start new thread" in whys(said)[0]
 
 
 def test_what_a_shelf_says_of_an_iteration(source: Source) -> None:

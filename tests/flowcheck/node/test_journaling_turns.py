@@ -221,7 +221,7 @@ def test_it_is_looked_at_again_and_again_and_made_when_it_is_gone(
 
 
 @pytest.mark.parametrize(("error", "why"), [
-    (RuntimeError("can't start new thread"), "RuntimeError: can't start new thread"),
+    (RuntimeError("no such state"), "RuntimeError: no such state"),
     (FlowcheckError("no room", where="there", remedy="more"), "there: no room\n  remedy: more"),
 ])
 def test_what_fails_is_said_once_until_it_goes_well(

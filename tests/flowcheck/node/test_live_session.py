@@ -256,6 +256,17 @@ def test_records_more_than_256_ahead_are_not_kept_and_that_is_said_once(live) ->
     assert at.record(261) == "" and len(at.waiting) == 3
 
 
+def test_records_with_buffers_are_kept_as_far_ahead_as_memory_allows(live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a rank sends; but for those of iterations that have an arena."""
+    monkeypatch.setattr(flowcheck.rebuild.follower, "RECORDS_BYTES", 1000)
+    at, buffers = live(), {"b": torch.zeros(25)}  # 100 bytes
+    at.state(2)
+    assert at.record(12, buffers=buffers) == "" and at.waiting == []
+    assert at.record(13, buffers=buffers) == "" and "further than 10 ahead" in at.waiting[0][1]
+    assert at.record(6, buffers={"b": torch.zeros(1000)}) == "" and len(at.waiting) == 1
+    assert at.record(7, buffers={"b": torch.zeros(1000)}) == "" and "further than 4 ahead" in at.waiting[1][1]
+
+
 def test_a_state_far_ahead_is_what_records_are_counted_from(live) -> None:
     at = live()
     at.traffic(2)

@@ -138,4 +138,7 @@ def test_the_dashboard_shows_every_kind_of_thing() -> None:
         "flowcheck_last_verified_step",
         "flowcheck_failure_detected_timestamp_seconds", "flowcheck_failure_restored_timestamp_seconds",
         "flowcheck_failure_resumed_timestamp_seconds", "flowcheck_sampled_tensors_total",
+        "flowcheck_port_connections", "flowcheck_strangers_ended_total", "flowcheck_readers_turned_away_total",
+        "flowcheck_inbox_bytes", "flowcheck_inbox_size_bytes", "flowcheck_inbox_held_up_total",
+        "flowcheck_processes_replaced_total",  # each is a problem, too, which an alert counts
     }  # for who looks closer

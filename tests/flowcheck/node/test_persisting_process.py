@@ -16,6 +16,7 @@ from flowcheck.checkpoint.objects import StoreError, open_store
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.model import BucketSlice
 from flowcheck.node import persisting
+from flowcheck.node.beside import Lines
 from flowcheck.node.persisting import END_SECONDS, HUNG, Persister, main, probe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -26,6 +27,19 @@ SECONDS = 120.0
 
 class Exit(BaseException):
     pass
+
+
+class SaysOnly(Lines):
+    """say: in place of standard output; and no signs of life."""
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        self._say = say
+
+    def live(self) -> None:
+        pass
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        self._say(event, **fields)
 
 
 class Scene:
@@ -41,7 +55,7 @@ class Scene:
                 "keep_every": 0, "seconds": SECONDS,
             }}
         monkeypatch.setattr(persisting, "begun", lambda: self.settings)
-        monkeypatch.setattr(persisting, "Lines", lambda: self.say)
+        monkeypatch.setattr(persisting, "Lines", lambda: SaysOnly(self.say))
         monkeypatch.setattr(persisting.os, "_exit", self.exit)
         self.threads: list[threading.Thread] = []
         self.kind = threading.Thread

@@ -143,9 +143,10 @@ def test_the_control_port_has_the_groups_their_shelves_and_what_other_nodes_say(
     access = SimpleNamespace(of={}, keys=(), tls=None)
     monkeypatch.setattr(service, "_check_files", lambda *_: access)
     node = make(replica={"directory": str(make().config.replica.directory), "resync": "state"})
-    (_, (address, of, connections, group, say, shelf, wanted, _, hear)) = control.given
+    (_, (address, of, connections, group, say, shelf, wanted, _, hear, *strangers)) = control.given
     assert (address, of, connections) == (("127.0.0.1", 0), access.of, 256)
     assert (group, say, shelf, wanted, hear) == (node._group, world.say, node._shelf, "state", node._common.hear)
+    assert strangers == [1024, 256]
     assert control.given[0][6] == "ranges" and control.done == ["start", "start"]
     node.close()
     assert control.done == ["start", "start", "close"]
@@ -239,7 +240,7 @@ def test_what_is_told_of_a_node_has_all_its_parts(
     node = make(name="mine", api={"listen": "127.0.0.1:0", "shadow": 5})
     ((name, planned, captures, port, connected, named),) = telling
     assert (name, planned, captures, port) == ("mine", node._planned, node._captures, node._port)
-    assert connected() == {} and named == {"common": node._common.document, "shadow": 5}
+    assert connected() == {} and named == {"common": node._common.document, "shadow": 5, "doors": node._doors}
     assert serving.given == [(node.config, node._access.keys, counted, "a board")]
 
 

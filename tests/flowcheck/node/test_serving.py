@@ -147,8 +147,8 @@ def test_a_process_that_died_is_replaced_and_nobody_is_refused(
         monkeypatch.setattr(serving, "AGAIN_SECONDS", 0.0)
         node.look()
         assert node._process.pid != first and node._process.poll() is None
-        assert events == [("problem", {"why": "the process that answers api.listen ended with status -9; it is started"
-                                              " anew"})]
+        why = "the process that answers api.listen ended with status -9; it is started anew"
+        assert events == [("problem", {"process": "api", "cause": "ended", "why": why})]
         assert ask(node.address, "/healthz")[0] == 200  # the socket listened all the while
         node.look()
         assert len(events) == 1

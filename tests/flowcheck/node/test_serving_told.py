@@ -94,7 +94,7 @@ def test_how_it_is_started(scene: Scene, board: int) -> None:
     [(command, given)] = scene.commands
     assert command == [sys.executable, "-P", "-m", "flowcheck.node.answering"]
     descriptor = node._socket.fileno()
-    assert given == {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "start_new_session": True,
+    assert given == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True,
                      "pass_fds": [descriptor] if board < 0 else [descriptor, board]}
     [settings] = scene.pipes[0].heard()
     assert (settings["socket"], settings["board"]) == (descriptor, board)
@@ -122,7 +122,7 @@ def test_a_node_with_nothing_but_an_api(scene: Scene) -> None:
     assert found == {
         "keys": KEYS, "tls": None, "node": "n", "replicas": "/replicas", "checkpoints": "/out", "reserved": 0,
         "cores": sorted(os.sched_getaffinity(0)), "follows": True, "shadow": 0, "copies": None, "store": None,
-        "parity": None, "shown": "",
+        "parity": None, "shown": "", "limits": {"connections": 256, "strangers": 1024, "per_address": 256},
     }
 
 
@@ -232,8 +232,8 @@ def test_one_that_ended_is_started_anew_but_not_at_once(scene: Scene) -> None:
         scene.now += 0.1
         node.look()
         assert len(scene.commands) == number + 2 and scene.pipes[number].stdin.closed
-    assert scene.said == [("problem", {"why": "the process that answers api.listen ended with status 75; it is started"
-                                              " anew"})] * 2
+    assert scene.said == [("problem", {"process": "api", "cause": "ended", "why": "the process that answers api.listen"
+                                       " ended with status 75; it is started anew"})] * 2
     assert scene.commands[0] == scene.commands[2], "over the same socket"
 
 

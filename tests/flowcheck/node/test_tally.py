@@ -357,7 +357,7 @@ def test_a_document_is_of_its_node_and_its_moment() -> None:
     made = tally(("unstored", {"name": "dp0", "why": "no room", "again": 5.0}), clock=clock)
     clock.now += 90
     told = made.document()
-    assert told.keys() == {"node", "started", "time", "groups", "counts", "events", "wrong"}
+    assert told.keys() == {"node", "started", "time", "groups", "counts", "events", "wrong", "replaced"}
     assert (told["node"], told["started"], told["time"]) == ("node-a", START, START + 90)
     assert told["wrong"] == [{"what": "unstored", "name": "dp0", "since": START, "text": "no room"}]
 

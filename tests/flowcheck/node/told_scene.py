@@ -56,5 +56,7 @@ def document(*events: tuple[str, dict[str, Any]], captures: tuple[str, ...] = ("
     body = tally(*events).document() | {
         "version": "9.9", "captures": ports, "unclaimed": {}, "connected": {"dp0": 4}, "shadow": 0,
         "common": {"dp0": {"step": 6, "groups": 3, "apart": ["dp2"]}},
+        "ports": {"control": {"known": 4, "strangers": 1, "ended": 7}, "api": {}},
+        "inboxes": {"dp0": {"bytes": 10, "most": 100, "held_up": 2}},
     } | more
     return json.loads(json.dumps(body))
