@@ -1,8 +1,8 @@
 """Extensions only; metadata is in pyproject.toml.
 
 Every .pyx in the folders of PACKAGES is one extension, with the C sources that PACKAGES names. The
-dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk. NCCL's profiler plugin is a
-plain shared object that is not imported; where it cannot be built all else is.
+dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk. NCCL's profiler plugin and the
+trainers' checksums are plain shared objects that are not imported; where they cannot be built all else is.
 FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
 nothing. "trainer" builds no extension either, and leaves out what only nodes, captures and the lab use: `make wheel`,
 for training environments. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython)
@@ -49,7 +49,7 @@ EXACT = {"updater": ["-ffp-contract=off"]}
 # Folder of .pyx files: libraries, folders of C sources and headers beside its own.
 PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "parser": (["isal"], []),
-    "updater": ([], []),
+    "updater": ([], ["flowcheck/control"]),
     "flowcheck/checkpoint/coding": (["isal"], []),
     "flowcheck/lab/bench": (["isal"], ["parser"]),
     "flowcheck/lab": ([], []),
@@ -84,23 +84,27 @@ def cython_extensions() -> list[Extension]:
     return found
 
 
-PLUGIN = "flowcheck.trainer.nccl_profiler"
+# Shared objects without Python in them, and the names of their files: those are no modules'.
+LIBRARIES = {
+    "flowcheck.trainer.nccl_profiler": ("nccl_profiler.plugin.so", "NCCL's profiler plugin was not built; without it"
+                                        " attach() has to be told the calls of a job on NCCL"),
+    "flowcheck.control.sums": ("sums.library.so", "trainers' checksums were not built; torch forms them, and slowly"),
+}
 
 
-def nccl_plugin() -> list[Extension]:
-    if not wanted(PLUGIN):
-        return []
-    folder = "flowcheck/trainer"
+def libraries() -> list[Extension]:
+    """One of each name's C file; it is compiled elsewhere by flowcheck/control/compiled.py in the same way."""
     return [Extension(
-        PLUGIN, [f"{folder}/src/nccl_profiler.c"], include_dirs=[f"{folder}/include"],
+        name, [f"{folder}/src/{stem}.c"], include_dirs=[f"{folder}/include"],
         extra_compile_args=["-std=gnu11", *OPTIMISE, *WARNINGS, "-fvisibility=hidden"], optional=True,
         depends=[str(p) for p in (ROOT / folder / "include").glob("*.h")],
-    )]
+    ) for name in LIBRARIES if wanted(name)
+        for folder, stem in [(name.rpartition(".")[0].replace(".", "/"), name.rpartition(".")[2])]]
 
 
 class BuildApart(build_ext):
     """Object files of each extension in a folder of their own: `-j` links one extension while the C files that it
-    shares with another are compiled again. The plugin has no Python in it, and a name that is no module's."""
+    shares with another are compiled again. Libraries have names that are no modules'."""
 
     def build_extension(self, ext: Extension) -> None:
         mine = copy.copy(self)
@@ -108,16 +112,14 @@ class BuildApart(build_ext):
         try:
             super(BuildApart, mine).build_extension(ext)
         except Exception:
-            if ext.name == PLUGIN:
-                print("flowcheck: NCCL's profiler plugin was not built; without it attach() has to be told the calls of"
-                      " a job on NCCL")
+            if ext.name in LIBRARIES:
+                print(f"flowcheck: {LIBRARIES[ext.name][1]}")
             raise  # setuptools goes on, with a warning: it is optional
 
     def get_ext_filename(self, name: str) -> str:
         path = super().get_ext_filename(name)
-        if name.split(".")[-1] == PLUGIN.split(".")[-1]:
-            return str(Path(path).parent / "nccl_profiler.plugin.so")
-        return path
+        found = [file for library, (file, _) in LIBRARIES.items() if name.split(".")[-1] == library.split(".")[-1]]
+        return str(Path(path).parent / found[0]) if found else path
 
 
 def cffi_modules() -> list[str]:
@@ -134,7 +136,7 @@ def cffi_modules() -> list[str]:
 def compiled() -> list[Extension]:
     from Cython.Build import cythonize
 
-    return nccl_plugin() + cythonize(
+    return libraries() + cythonize(
         cython_extensions(),
         language_level=3,
         force="--force" in sys.argv,
@@ -161,8 +163,8 @@ class TrainerSide(Distribution):
         self.get_option_dict("build")["build_base"] = (__file__, scratch)
         self.get_option_dict("egg_info").setdefault("egg_base", (__file__, scratch))
         self.packages = ["flowcheck", *(f"flowcheck.{room}" for room in ROOMS)]
-        # The plugin is compiled where it is first used: flowcheck/trainer/plugin.py.
-        self.package_data = {"flowcheck.trainer": ["src/*.c", "include/*.h"]}
+        # They are compiled where they are first used: flowcheck/control/compiled.py.
+        self.package_data = {f"flowcheck.{room}": ["src/*.c", "include/*.h"] for room in ("control", "trainer")}
         self.entry_points = {"console_scripts": ["flowcheck = flowcheck.__main__:main"]}  # it says what is missing
         self.metadata.extras_require = {}
 

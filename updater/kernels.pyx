@@ -13,6 +13,12 @@ from libc.stdlib cimport calloc, free
 __all__ = ["Pool", "Rule", "Sums", "checksum", "copy", "in_use", "names", "narrow", "roots", "set_root"]
 
 
+cdef extern from "sums.h" nogil:
+    ctypedef void fcs_blocks(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
+    uint64_t fcs_begin(uint64_t n)
+    uint64_t fcs_part(fcs_blocks *blocks_of, const void *data, uint64_t first, uint64_t n, int size)
+
+
 cdef extern from "update.h" nogil:
     enum: FCU_TORCH_CPU, FCU_CUDA_FOREACH, FCU_CUDA_FUSED
     enum: FCU_SQRT_IEEE, FCU_SQRT_CALL, FCU_SQRT_RSQRT
@@ -48,6 +54,7 @@ cdef extern from "update.h" nogil:
         void (*update)(const fcu_rule *rule, const fcu_piece *piece, const fcu_tuning *tuning) noexcept nogil
         void (*roots)(float *out, const float *src, uint64_t n, int how) noexcept nogil
         void (*narrow)(uint16_t *out, const float *src, uint64_t n, int type) noexcept nogil
+        fcs_blocks *sums
     ctypedef struct fcu_pool:
         pass
     const fcu_kernels *fcu_all[4]
@@ -62,8 +69,6 @@ cdef extern from "update.h" nogil:
         void *to
         const void *source "from"
         uint64_t nbytes "bytes"
-    uint64_t fcu_sum_begin(uint64_t n)
-    uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t first, uint64_t n, int size)
     fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tuning)
     uint64_t fcu_submit(
         fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces, uint32_t count)
@@ -165,7 +170,7 @@ def checksum(uintptr_t data, uint64_t n, int size, str name=""):
     cdef uint64_t found
     check_size(size)
     with nogil:
-        found = fcu_sum_begin(n) + fcu_sum_part(k, <const void *>data, 0, n, size)
+        found = fcs_begin(n) + fcs_part(k.sums, <const void *>data, 0, n, size)
     return found
 
 

@@ -17,7 +17,7 @@ __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
     "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span", "State",
-    "Steps", "User", "Wanted", "Welcome",
+    "Steps", "User", "UserHead", "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
@@ -300,6 +300,20 @@ class User:
 
 
 @dataclass
+class UserHead:
+    """Every rank, in place of User, if the node has asked for it: only what the file begins with. Payload: the file but
+    for its last `same` bytes, which are the last ones of the file before it on this connection."""
+
+    iteration: int
+    rank: int
+    same: int
+
+    def __post_init__(self) -> None:
+        User(self.iteration, self.rank)
+        _count(self.same - 1, "user: same")
+
+
+@dataclass
 class Bye:
     """Trainer: training ends here; nothing more will come."""
 
@@ -308,7 +322,7 @@ class Bye:
 class Wanted:
     """Node: what it needs ("flows", "manifest", "state") to have versions again, and why. Alone and before all else:
     "user", it keeps the states of ranks; that stays so for the connection, and a trainer that does not know it may
-    ignore it."""
+    ignore it. "userhead", likewise: a state may come as UserHead."""
 
     what: list[str]
     why: str
@@ -352,7 +366,7 @@ MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
         Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Journal,
-        Entry, Steps, User, Bye, Wanted, Joined, Progress, Epoch, Notice,
+        Entry, Steps, User, UserHead, Bye, Wanted, Joined, Progress, Epoch, Notice,
     )
 }
 

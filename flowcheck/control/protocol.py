@@ -2,7 +2,7 @@
 
     frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
     opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
-    then       trainer: Flows, Manifest, State, Patch, User, Record, Bye
+    then       trainer: Flows, Manifest, State, Patch, User, UserHead, Record, Bye
                node: Wanted, Ranges, Joined, Progress, Epoch, Notice, Refused
     or         peer: Holes, Journal, Steps    node: Bytes, Entry, Steps, Refused
 
@@ -66,6 +66,7 @@ from flowcheck.control.messages import (
     State,
     Steps,
     User,
+    UserHead,
     Wanted,
     Welcome,
 )
@@ -77,9 +78,8 @@ __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
     "Known", "Limits", "Link", "Manifest", "MisfitError", "Notice", "Opening", "Patch", "Progress", "Range", "Ranges",
-    "Record",
-    "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet",
-    "tls_reason", "token_bytes",
+    "Record", "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "UserHead", "Wanted", "Welcome",
+    "accept", "frame", "greet", "tls_reason", "token_bytes",
 ]
 
 MAGIC = b"FCR1"
@@ -87,8 +87,10 @@ _HEAD = struct.Struct(">4sIQ")
 HEAD_BYTES = _HEAD.size
 TOKEN_BYTES = (16, 4096)
 _STEP = 8 << 20  # of a payload taken at once
+_TOGETHER = 64 << 10  # bytes of a frame that goes out in one piece
 Known = bytes | Callable[[str], Sequence[bytes]]  # the token of all, or those that are accepted of a role
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON can write half of a character, which nothing can encode
+_dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONG = 1e6  # seconds; a socket without a timeout would be one for its writer too
 
 
@@ -116,6 +118,15 @@ class Limits:
 # -- frames ------------------------------------------------------------------------------------------------
 
 
+def frame(message: Any, size: int = 0) -> bytes:
+    """What goes out for a message, but for its payload of so many bytes."""
+    said = vars(message)
+    if isinstance(message, Refused) and not message.final:
+        said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
+    text = _dumps({"type": type(message).__name__.lower(), **said}).encode()
+    return _HEAD.pack(MAGIC, len(text), size) + text
+
+
 class Link:
     """One connection: whole messages in and out, each within a deadline. secure: of the same socket, for TLS."""
 
@@ -123,6 +134,9 @@ class Link:
         self._secure, self._raw = secure, sock
         self._socket = secure or sock
         self._out = self._socket.dup()  # timeouts belong to the object, and the reader's is not the writer's
+        self._quick: socket.socket | None = None  # the same once more, of one who does not wait
+        self.ahead = 0  # bytes of what follows a message that may be read with it
+        self._kept = bytearray()  # read so
         self.peer = _peer(sock)
         self.limits: Callable[[], Limits] = Limits  # asked anew for each message
         self.room: Callable[[int, int], None] = self.no_bound  # before a frame of so much text and payload is read
@@ -162,14 +176,40 @@ class Link:
              seconds: float = 10.0) -> None:
         """size: of the payload. seconds: for all of it, and as long again per 10 MB."""
         deadline = time.monotonic() + seconds * (1 + size / 1e7)
-        head, sent = framed(message, size), 0
+        begin, sent = frame(message, size), 0
         with self._use():
-            self._write(head, deadline)
+            if size <= _TOGETHER:
+                held = b"".join(payload)
+                payload, sent = (), len(held)
+                self._write(begin + held, deadline)
+            else:
+                self._write(begin, deadline)
             for piece in payload:
                 sent += len(piece)
                 self._write(piece, deadline)
         if sent != size:
             raise RecordsError(f"a payload of {sent} bytes was announced as {size}", where=self.peer)
+
+    def send_now(self, pieces: Sequence[bytes]) -> int:
+        """How many bytes of these went out, without waiting for anybody: the caller sends the rest, before anything
+        else. With TLS none do. Raises RecordsError."""
+        if self._secure is not None:
+            return 0
+        try:
+            with self._use():
+                if self._quick is None:
+                    self._quick = self._raw.dup()
+                    self._quick.settimeout(0)
+                return self._quick.sendmsg(pieces)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise RecordsError(f"connection lost: {error.strerror or error}", where=self.peer) from None
+
+    def send_rest(self, data: bytes, *, seconds: float = 10.0) -> None:
+        """What `send_now` has left."""
+        with self._use():
+            self._write(data, time.monotonic() + seconds)
 
     def receive(self, *, wait: float | None = None) -> tuple[Any, int]:
         """(message, bytes of the payload that follows: take them with `payload`).
@@ -230,28 +270,43 @@ class Link:
     def _release(self) -> None:
         self._socket.close()
         self._out.close()
+        if self._quick is not None:
+            self._quick.close()
 
     def _first(self, wait: float) -> bytes:
+        if self._kept:
+            return bytes(self._take(1))
         try:
             self._socket.settimeout(wait)
-            first = self._socket.recv(1)
+            first = self._socket.recv(max(self.ahead, 1))
         except TimeoutError:
             raise
         except OSError as error:
             raise RecordsError(f"connection lost: {error.strerror or error}", where=self.peer) from None
         if not first:
             raise RecordsError("connection closed", where=self.peer)
-        return first
+        self._kept += first
+        return bytes(self._take(1))
+
+    def _take(self, size: int) -> bytearray:
+        """Of what was read before, at most so many bytes."""
+        taken = self._kept[:size]
+        del self._kept[:size]
+        return taken
 
     def _read(self, size: int, deadline: float) -> bytearray:
-        data = bytearray()
+        data = self._take(size)
         try:
             while len(data) < size:
                 self._socket.settimeout(_left(deadline))
-                piece = self._socket.recv(min(size - len(data), _STEP))
+                piece = self._socket.recv(max(min(size - len(data), _STEP), self.ahead))
                 if not piece:
                     raise RecordsError(f"connection closed within a message, {size - len(data)} bytes before its end",
                                        where=self.peer)
+                more = size - len(data)
+                if len(piece) > more:
+                    self._kept += piece[more:]
+                    piece = piece[:more]
                 data += piece
         except TimeoutError:
             raise RecordsError(f"too slow: {size - len(data)} bytes of a message still missing", where=self.peer
@@ -270,16 +325,6 @@ class Link:
             raise RecordsError("too slow: it does not take what is sent", where=self.peer) from None
         except OSError as error:
             raise RecordsError(f"connection lost: {error.strerror or error}", where=self.peer) from None
-
-
-def framed(message: Any, size: int = 0) -> bytes:
-    """The frame of a message, without the payload of so many bytes that follows."""
-    said = vars(message)
-    if isinstance(message, Refused) and not message.final:
-        said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
-    body = {"type": type(message).__name__.lower(), **said}
-    text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-    return _HEAD.pack(MAGIC, len(text), size) + text
 
 
 def lengths(head: bytes, limits: Limits, where: str) -> tuple[int, int]:
@@ -402,7 +447,7 @@ class Opening:
         self._nonce = Challenge(secrets.token_hex(32))
         self._length: int | None = None  # of the text
         self._data = bytearray()
-        self.challenge, self.welcome = framed(self._nonce), b""
+        self.challenge, self.welcome = frame(self._nonce), b""
 
     @property
     def wants(self) -> int:
@@ -429,7 +474,7 @@ class Opening:
                 return None
         message = message_of(bytes(self._data), self._where)
         _is_due(message, Hello, self._where)
-        self.welcome = framed(Welcome(_answer(message, self._nonce, self._token, self._where), self._resync))
+        self.welcome = frame(Welcome(_answer(message, self._nonce, self._token, self._where), self._resync))
         hello: Hello = message
         return hello
 

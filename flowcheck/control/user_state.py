@@ -1,6 +1,7 @@
 """What a rank gives beside model and optimizer, as bytes: nested values and tensors in one safetensors file, no pickle.
 
     data = pack({"loader": {"seed": 7, "at": 3}}, step=20, rank=3, ranks=4)      Refused: a value that cannot be kept
+    Packer().pack(...)                                                           the same, again and again
     UserState.of(data, where)                                                    read from anybody, checked
 
 Kept are None, bool, int, float, str, bytes, tensors, and list, tuple, dict (also OrderedDict and Counter, which torch's
@@ -13,22 +14,24 @@ Torch and the standard library. Any thread.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
+import marshal
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flowcheck.control.numbers import plain
-from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, TensorSpec, header, is_shape, pieces, unpack
+from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, TensorSpec, is_shape, pieces, unpack
 from flowcheck.errors import UserError
 
-__all__ = ["USER_BYTES", "Refused", "UserState", "pack", "seal_of"]
+__all__ = ["USER_BYTES", "Packer", "Refused", "UserState", "pack", "seal_of", "tail_of"]
 
 USER_BYTES = 1 << 20  # of one rank's state, the whole file
 MOST_BITS = 4096  # of a whole number; Python itself reads some thousand digits
@@ -36,6 +39,9 @@ MOST_DEEP = 32  # containers in containers
 FORM = "user/1"
 _OPENS = b'{"__metadata__":{"sha256":"'  # what every header begins with; the hash follows
 _HASH = slice(8 + len(_OPENS), 8 + len(_OPENS) + 64)
+_Held = dict[str, torch.Tensor | bytes]  # by name in the file; bytes are a tensor of one dimension there
+_PLAIN = {bool, str, type(None)}
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 _DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
 
@@ -77,21 +83,124 @@ class UserState:
 
 def pack(state: Any, *, step: int, rank: int, ranks: int, most: int = USER_BYTES) -> bytes:
     """One file. Raises Refused: a value of a type that is not kept, or more than `most` bytes in all."""
-    tensors: dict[str, torch.Tensor] = {}
-    tree = _tree(state, tensors, "", 0)
-    held = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    if held > most:  # before anything is copied
-        raise _too_large(held, most)
-    about = {
-        "sha256": "0" * 64, "flowcheck": FORM, "format": "pt", "step": str(step), "rank": str(rank),
-        "ranks": str(ranks), "tree": json.dumps(tree, separators=(",", ":")),
-    }
-    head, order = header(tensors, about)
-    data = bytearray(b"".join([head, *(piece for name in order for piece in pieces(tensors[name]))]))
-    if len(data) > most:
-        raise _too_large(len(data), most)
-    data[_HASH] = hashlib.sha256(data).hexdigest().encode()
-    return bytes(data)
+    return Packer().pack(state, step=step, rank=rank, ranks=ranks, most=most)
+
+
+class Packer:
+    """What a rank gives at each boundary, most of which is as it was: what has not changed is not written as JSON
+    again. One thread."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, tuple[bytes, str]] = {}  # by key: a value as marshal writes it, and as JSON
+        self._about: tuple[Any, ...] = ()  # of the file below: its marks, and what else it has beside the step
+        self._file = b"", b""  # before the step, and after it
+
+    def pack(
+        self, state: Any, *, step: int, rank: int, ranks: int, most: int = USER_BYTES, exact: Collection[str] = ()
+    ) -> bytes:
+        """As the function. exact: keys whose values have bytes, but nothing else that is not plain."""
+        plain = type(state) is dict and all(type(key) is str for key in state)
+        marks = [(key, _mark(value)) for key, value in state.items()] if plain else []
+        about = (marks, len(str(step)), rank, ranks, most)
+        if not plain or about != self._about:
+            self._about = ()
+            data, repeats = self._written(state, dict(marks), step, rank, ranks, most, exact)
+            if not repeats:
+                return _sealed(data)
+            said = f'"step":"{step}"'.encode()
+            before, _, after = data.partition(said)  # the header has no other: quotes in the tree are escaped
+            self._about, self._file = about, (before + b'"step":"', b'"' + after)
+        return _sealed(str(step).encode().join(self._file))
+
+    def _written(
+        self, state: Any, marks: Mapping[str, bytes], step: int, rank: int, ranks: int, most: int,
+        exact: Collection[str],
+    ) -> tuple[bytes, bool]:
+        """The file without its hash. May it be taken again while all marks are the same?"""
+        held: _Held = {}
+        repeats = bool(marks)
+        if marks:
+            parts = []
+            for key, value in state.items():
+                text, same = self._text(key, value, marks[key], held, key in exact)
+                parts.append(f"[{_dumps(key)},{text}]")
+                repeats &= same
+            tree = f'{{"dict":[{",".join(parts)}]}}'
+        else:
+            tree = _dumps(_tree(state, held, "", 0))
+        nbytes = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in held.values())
+        if nbytes > most:  # before anything is copied
+            raise _too_large(nbytes, most)
+        about = {"sha256": "0" * 64, "flowcheck": FORM, "format": "pt", "step": str(step), "rank": str(rank),
+                 "ranks": str(ranks), "tree": tree}
+        data = b"".join(_pieces(about, held))
+        if len(data) > most:
+            raise _too_large(len(data), most)
+        return data, repeats
+
+    def _text(self, key: str, value: Any, mark: bytes, held: _Held, exact: bool) -> tuple[str, bool]:
+        """A value as JSON, and whether its mark says all of it. marshal tells apart what JSON does, 1 from True and 0.0
+        from -0.0, too; but what is not plain it writes as bytes, or not at all."""
+        known = self._texts.get(key)
+        if known is not None and mark and known[0] == mark:
+            return known[1], True
+        before, others = len(held), _Held()
+        text = _dumps(_tree(value, held, f"[{key!r}]", 1))
+        if exact:
+            return text, bool(mark)
+        if b"s" in mark:  # bytes among them, perhaps
+            _tree(marshal.loads(mark), others, "", 1)
+        same = bool(mark) and len(held) == before and not others
+        if same:
+            self._texts[key] = mark, text
+        return text, same
+
+
+def _mark(value: Any) -> bytes:
+    """Equal for equal values alone, if they are plain; b"": it has none."""
+    try:
+        return marshal.dumps(value, 2)
+    except ValueError:
+        return b""
+
+
+def _sealed(data: bytes) -> bytes:
+    return b"".join((data[: _HASH.start], hashlib.sha256(data).hexdigest().encode(), data[_HASH.stop :]))
+
+
+def _pieces(about: Mapping[str, str], held: _Held) -> list[bytes]:
+    """A safetensors file, piece by piece; the widest elements come first, as in `tensors.header`."""
+    entries: dict[str, Any] = {"__metadata__": about}
+    data: list[bytes] = []
+    end = 0
+    for name in sorted(held, key=lambda name: -_width(held[name])):
+        one = held[name]
+        if isinstance(one, bytes):
+            dtype, shape, written = "U8", [len(one)], one
+        else:
+            dtype, shape, written = DTYPES[one.dtype][1], list(one.shape), _bytes(one)
+        start, end = end, end + len(written)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        data.append(written)
+    text = _dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return [len(text).to_bytes(8, "little"), text, *data]
+
+
+def _width(one: torch.Tensor | bytes) -> int:
+    return 1 if isinstance(one, bytes) else one.element_size()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """In row-major order."""
+    if tensor.is_cpu and tensor.is_contiguous():
+        return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+    return b"".join(pieces(tensor))
+
+
+def tail_of(data: bytes) -> bytes:
+    """What of a file follows its header: all tensors and bytes of the state, as they are."""
+    return data[8 + int.from_bytes(data[:8], "little") :]
 
 
 def seal_of(data: bytes | bytearray, where: str) -> str:
@@ -110,7 +219,7 @@ def seal_of(data: bytes | bytearray, where: str) -> str:
 # -- a value as JSON, its tensors apart ------------------------------------------------------------------------
 
 
-def _tree(value: Any, tensors: dict[str, torch.Tensor], path: str, deep: int) -> Any:
+def _tree(value: Any, tensors: _Held, path: str, deep: int) -> Any:
     value = plain(value)
     kind = type(value)
     if kind is int and value.bit_length() > MOST_BITS:
@@ -120,13 +229,14 @@ def _tree(value: Any, tensors: dict[str, torch.Tensor], path: str, deep: int) ->
     if kind is float:
         return value if math.isfinite(value) else {"float": value.hex()}
     if kind is bytes:
-        return {"bytes": _held(tensors, torch.frombuffer(bytearray(value), dtype=torch.uint8) if value
-                               else torch.empty(0, dtype=torch.uint8, device="cpu"))}
+        return {"bytes": _held(tensors, value)}
     if isinstance(value, torch.Tensor):
         return {"tensor": _held(tensors, _kept(value, path))}
     if deep == MOST_DEEP:
         raise Refused(f"lies more than {MOST_DEEP} containers deep", where=_shown(path), remedy="a flatter value")
     if kind in (list, tuple):
+        if kind is list and set(map(type, value)) <= _PLAIN:
+            return value
         items = [_tree(item, tensors, f"{path}[{at}]", deep + 1) for at, item in enumerate(value)]
         return items if kind is list else {"tuple": items}
     if kind in _DICTS:
@@ -148,7 +258,7 @@ def _kept(value: torch.Tensor, path: str) -> torch.Tensor:
     return value.detach()
 
 
-def _held(tensors: dict[str, torch.Tensor], tensor: torch.Tensor) -> str:
+def _held(tensors: _Held, tensor: torch.Tensor | bytes) -> str:
     name = str(len(tensors))
     tensors[name] = tensor
     return name

@@ -10,6 +10,7 @@ Every refusal is a UserError whose `where` is "file: field.path[index]". Standar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -144,8 +145,7 @@ def build(kind: Any, data: Any, place: Place) -> Any:
 def _build_dataclass(kind: Any, data: Any, place: Place) -> Any:
     if not isinstance(data, dict):
         place.fail(f"expected an object, found {shown(data)}")
-    hints = typing.get_type_hints(kind)
-    fields = {f.name: f for f in dataclasses.fields(kind)}
+    hints, fields = _fields(kind)
     for key in data:
         if key not in fields:
             place.fail(f"unknown field {shown(key)}; known: {', '.join(fields)}")
@@ -156,6 +156,12 @@ def _build_dataclass(kind: Any, data: Any, place: Place) -> Any:
         elif _required(spec):
             place.fail(f"required field {name!r} is missing")
     return kind(**values)
+
+
+@functools.cache
+def _fields(kind: Any) -> tuple[dict[str, Any], dict[str, dataclasses.Field[Any]]]:
+    """Types and fields of a dataclass, by name: to find them takes longer than all else that a short message does."""
+    return typing.get_type_hints(kind), {f.name: f for f in dataclasses.fields(kind)}
 
 
 def _build_scalar(kind: Any, data: Any, place: Place) -> Any:

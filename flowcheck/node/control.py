@@ -43,6 +43,7 @@ from flowcheck.control.protocol import (
     State,
     Steps,
     User,
+    UserHead,
     Wanted,
 )
 from flowcheck.control.tensors import TensorSpec, unpack
@@ -188,7 +189,8 @@ class _Office:
             if hello.role == "peer":
                 serve(link, partial(self._shelf_of, hello.group), self._hear)
             else:
-                link.send(Wanted(["user"], ""), seconds=link.limits().seconds)
+                for kept in ("user", "userhead"):
+                    link.send(Wanted([kept], ""), seconds=link.limits().seconds)
                 _Connection(link, hello, self._group_of).run()
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)
@@ -279,6 +281,7 @@ class _Connection:
         self._group: Group | None = None
         self._member: RankSession | None = None
         self._size = 0  # bytes of room that the message which is read now has
+        self._user = b""  # the newest state of the rank
 
     def run(self) -> None:
         hello, link = self._hello, self._link
@@ -347,16 +350,23 @@ class _Connection:
             if error.what == "connection closed":
                 return False
             raise
-        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | Bye):
+        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | UserHead | Bye):
             raise RecordsError(f"a {type(message).__name__} from a trainer", where=self._link.peer)
         tensors: Mapping[str, torch.Tensor] = {}
         data = b""
         try:
             if isinstance(message, State):
                 group.announce(member, message.iteration)
-            if isinstance(message, User):
+            if isinstance(message, User | UserHead):
                 data = bytes(self._link.payload(size))
+                if isinstance(message, UserHead):
+                    if message.same > len(self._user) or len(data) + message.same > USER_BYTES:
+                        raise RecordsError(f"the last {message.same} bytes of a state, of {len(self._user)} before it",
+                                           where=self._link.peer)
+                    data += self._user[-message.same :]
+                    message = User(message.iteration, message.rank)
                 seal_of(data, f"{self._link.peer}: User")
+                self._user = data
             elif size:
                 specs = payload_specs(group.plan, message)
                 where = f"{self._link.peer}: {type(message).__name__}"
@@ -385,7 +395,7 @@ class _Connection:
         for name, message in (("state", State(0)), ("record", Record(0))):
             specs = payload_specs(plan, message)
             sizes[name] = sum(spec.nbytes for spec in specs.values()) + HEADERS + 200 * len(specs) if specs else 0
-        sizes["user"] = USER_BYTES
+        sizes["user"] = sizes["userhead"] = USER_BYTES
         sizes["patch"] = min(sizes["state"], PATCH_BYTES + HEADERS + 200 * len(payload_specs(plan, State(0))))
         if self._hello.rank != 0:
             del sizes["state"]

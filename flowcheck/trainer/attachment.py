@@ -35,6 +35,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from flowcheck.control.checksum import library
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import FlowcheckError, UserError, of_the_machine
 from flowcheck.job.clock import Clock
@@ -160,6 +161,9 @@ class Attachment(Told):
         self._deafen()
         modules = (module for one in self._parts for module in one.part.module.modules())
         self._listen(Changes(self._optimizer, gradients, constants, self._described.names), modules)
+        held = [one for group in self._optimizer.param_groups for one in group["params"]]
+        if self._cadence.every and any(one.is_cpu for one in held):
+            library()  # where it has to be compiled, not within an iteration
 
     # -- what it is --
 

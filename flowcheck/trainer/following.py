@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowcheck.control.checksum import checksums
+from flowcheck.control.checksum import Sums, begin_checksums
 from flowcheck.control.protocol import Flows, Manifest, Ranges, Record, State, User
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
@@ -33,7 +33,7 @@ from flowcheck.trainer.description import Model, Watch, entries, group_options
 from flowcheck.trainer.loop import AttachmentState
 from flowcheck.trainer.parts import Part, local
 from flowcheck.trainer.ranges import Source, Wish
-from flowcheck.trainer.sample import Sampler, states
+from flowcheck.trainer.sample import Sampler, Taken, states
 from flowcheck.trainer.sender import Identity, Sender
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.starts import started
@@ -298,25 +298,29 @@ class Following:
             None if it.scale is None else float(it.scale), bool(it.skipped),
         )
         held: Mapping[str, torch.Tensor] = {}
+        sums: Sums | None = None
         buffers = self.described.buffers
         if buffers or it.checked:
             state = self.part.state_dict()
             if it.checked:
                 begin = time.monotonic()
                 tensors = {entry.name: state[entry.name] for entry in self.described.entries}
-                sums = checksums(states(self.described, self._optimizer) | tensors)
-                record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
+                sums = begin_checksums(states(self.described, self._optimizer) | tensors)
                 self.summing = time.monotonic() - begin
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
         kept = it.kept() if any(sender.takes_user for sender in senders) else None
         payload = self._sampler.take(it.number, held)
+        fill: Callable[[Record], None] | None = partial(_filled, sums, payload)
+        if sums is None and payload.here:  # nothing has to be waited for
+            record.sample, fill = payload.text(), None
         for sender in senders:
             for link, wish in sender.asked():  # before the record: who has that has these, if there are any
                 sender.put(*self.source.answer(wish, it.number), asked_on=link)
+            own: list[tuple[Any, Any]] = []
             if kept is not None and sender.takes_user:
-                sender.put(User(it.number, it.rank), kept)
-            sender.put(record, payload)
+                own.append((User(it.number, it.rank), kept))
+            sender.put_all([*own, (record, payload)], fill)
 
     def _send_state(self, senders: list[Sender], number: int) -> None:
         """Model and optimizer as they are now, before iteration `number`."""
@@ -352,3 +356,10 @@ class Following:
 
     def _said(self, address: tuple[str, int], why: str) -> None:
         self._say(f"{self._called(address)}{why}")
+
+
+def _filled(sums: Sums | None, taken: Taken, record: Record) -> None:
+    """On a thread that sends; the first one waits for the device."""
+    if sums is not None:
+        record.checksums = {name: f"{value:016x}" for name, value in sums.get().items()}
+    record.sample = taken.text()

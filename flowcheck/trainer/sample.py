@@ -108,6 +108,11 @@ class Taken(dict[str, torch.Tensor]):
         self._copies = Copies({str(number): part.values for number, part in enumerate(parts)}, 0)
         self._lock, self._text = threading.Lock(), ""
 
+    @property
+    def here(self) -> bool:
+        """Is no device waited for?"""
+        return not self._copies.begun
+
     def text(self) -> str:
         """Any thread; several that send it wait once."""
         with self._lock:

@@ -2,9 +2,13 @@
 
     sender = Sender(address, token, identity, opening)    opening(): messages that every connection begins with
     sender.put(message, tensors)       from the training thread: never waits
+    sender.put_all([(message, tensors), ...])       the same of several that belong together
     sender.asked()                     what the node has asked for that may be answered now, for the training thread too
     sender.wanted, sender.joined       what the node has asked for, and answered
     sender.pledged                     iteration of the state that the caller has put: records follow it
+
+What is small, and of this machine's memory, goes out at once where the socket takes it, from the training thread and in
+one call: no thread has to wake, which would take the GIL from the one that launches kernels. All else is queued.
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
 `lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
@@ -17,6 +21,7 @@ takes the whole process with it (SIGABRT), and a trainer that had done its work 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import secrets
@@ -25,7 +30,7 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,14 +48,17 @@ from flowcheck.control.protocol import (
     Ranges,
     RecordsError,
     Refused,
+    User,
+    UserHead,
     Wanted,
+    frame,
     greet,
 )
 from flowcheck.control.tensors import packed, packed_bytes
 from flowcheck.control.tls import Secure
+from flowcheck.control.user_state import tail_of
 from flowcheck.errors import FlowcheckError
 from flowcheck.trainer.ranges import Copies, Wish
-from flowcheck.trainer.sample import Taken
 
 __all__ = ["Identity", "Sender"]
 
@@ -58,12 +66,18 @@ USER_UNSENT = 64 << 20  # bytes of user states that wait to be sent
 QUEUE = 1024  # messages: that many iterations the node may be behind
 PAUSE = (1.0, 30.0)
 CONNECT_SECONDS = 5.0
+AT_ONCE = 64 << 10  # bytes of tensors that the training thread sends itself
+READ = 4096  # bytes that are read at a time
+HEARD_SECONDS = 0.02  # after a message that nobody waits for: those that come meanwhile are heard together
 REQUESTS = 8  # for ranges, of a node, that no boundary has answered yet
 REASONS = 64  # remembered, so that a refusal that is repeated is told once
 
 
 _OPENING = object()  # in the queue: say the opening here
+_REST = object()  # bytes of messages that were begun
+_WAKE = object()  # look whether the connection is still there
 Payload = Mapping[str, torch.Tensor] | Copies | bytes  # bytes: as they are
+Fill = Callable[[Any], None]  # what is still missing in a message
 
 
 @dataclass(frozen=True)
@@ -80,9 +94,9 @@ class Sender:
     """why: the last reason for not being connected, or what the node has noticed; "" while all is well. notice: what
     keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
     newest version, -1: none yet. by_ranges: the node asks for elements of the state, and no boundary waits for it.
-    takes_user: the node keeps what ranks give of themselves. epoch: that versions of this start have there, where it is
-    another than the one said; None: it is not. final: the node does not take this run any more, and is not tried
-    again."""
+    takes_user: the node keeps what ranks give of themselves; takes_head: as UserHead, too. epoch: that versions of this
+    start have there, where it is another than the one said; None: it is not. final: the node does not take this run any
+    more, and is not tried again."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes | Callable[[], bytes], identity: Identity,
@@ -94,7 +108,9 @@ class Sender:
         self._tls = tls
         self.address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
         self._prepare = prepare
-        self._queue: queue.Queue[tuple[Link, Any, Payload]] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[Link | None, Any, Payload, Fill | None]] = queue.Queue(QUEUE)
+        self._writing = threading.Lock()  # who has it sends
+        self._tail: tuple[Link, bytes] | None = None  # of the newest user state, and where it went
         self._requests: deque[tuple[Link, Wish]] = deque()
         self._copied = 0  # bytes of answers that are not sent yet
         self._unsent = 0  # bytes of user states
@@ -107,7 +123,7 @@ class Sender:
         self.pledged: int | None = None  # None again when the connection ends
         self.notice = ""
         self.by_ranges = False
-        self.takes_user = False
+        self.takes_user = self.takes_head = False
         self.epoch: int | None = None
         self.final = False
         self.tried = threading.Event()  # the first attempt to connect is over
@@ -141,20 +157,81 @@ class Sender:
         pledged = self.pledged is not None and "state" not in self.wanted
         return self.connected and (self.joined is not None or pledged)
 
-    def put(self, message: Any, tensors: Payload | None = None, asked_on: Link | None = None) -> bool:
+    def put(
+        self, message: Any, tensors: Payload | None = None, asked_on: Link | None = None, fill: Fill | None = None
+    ) -> bool:
         """False: it will not be sent. Without a connection there is nobody to send to; that is no loss of ours. Nor is
         there with another connection than `asked_on`, if it is given. bytes: a user state, which is left out where
-        USER_UNSENT of them wait already."""
+        USER_UNSENT of them wait already. fill: called with the message by the thread that sends it, before it does; it
+        may wait for a device."""
         link = self._link
         if link is None or asked_on not in (None, link):
             return False
+        if fill is None and not isinstance(tensors, Copies):
+            done = self._at_once(link, [(message, tensors)])
+            if done is not None:
+                return done
+        return self._enqueue(link, message, tensors or {}, fill)
+
+    def put_all(self, messages: Sequence[tuple[Any, Payload | None]], fill: Fill | None = None) -> bool:
+        """One after the other, in one piece if they can be sent at once. fill: of the last one."""
+        link = self._link
+        if link is None:
+            return False
+        messages = [self._shortened(link, *one) if isinstance(one[0], User) else one for one in messages]
+        done = None if fill is not None else self._at_once(link, messages)
+        if done is not None:
+            return done
+        last = len(messages) - 1
+        put = [self._enqueue(link, message, tensors or {}, fill if number == last else None)
+               for number, (message, tensors) in enumerate(messages)]
+        return all(put)
+
+    def _shortened(self, link: Link, message: User, data: Payload | None) -> tuple[Any, Payload | None]:
+        """Without what the node has already: the tensors of the state before this one on this connection."""
+        if not self.takes_head or not isinstance(data, bytes):
+            return message, data
+        tail, before = tail_of(data), self._tail
+        self._tail = link, tail
+        if before is None or before[0] is not link or before[1] != tail or not tail:
+            return message, data
+        return UserHead(message.iteration, message.rank, len(tail)), data[: -len(tail)]
+
+    def _at_once(self, link: Link, messages: Sequence[tuple[Any, Payload | None]]) -> bool | None:
+        """As `put`; None: they have to be queued."""
+        if link.secure or not self._writing.acquire(blocking=False):
+            return None
+        try:
+            if self._link is not link or self._again.is_set() or self._queue.unfinished_tasks:
+                return None
+            pieces: list[bytes] = []
+            for message, tensors in messages:
+                if message is _OPENING or (payload := _small(tensors)) is None:
+                    return None
+                pieces += [frame(message, len(payload)), payload]
+            sent = link.send_now(pieces)
+            rest = b"" if sent == sum(map(len, pieces)) else b"".join(pieces)[sent:]
+        except ValueError:
+            return None  # a number that JSON does not have, which the thread will say
+        except RecordsError as error:
+            self._ended(link, error)
+            self._link = None
+            link.close()
+            self._wake()
+            return False
+        finally:
+            self._writing.release()
+        return not rest or self._enqueue(link, _REST, rest, None)
+
+    def _enqueue(self, link: Link, message: Any, tensors: Payload, fill: Fill | None) -> bool:
         if isinstance(tensors, bytes):
             with self._lock:
-                if self._unsent + len(tensors) > USER_UNSENT:
+                if message is not _REST and self._unsent + len(tensors) > USER_UNSENT:
+                    self._tail = None
                     return False
                 self._unsent += len(tensors)
         try:
-            self._queue.put_nowait((link, message, {} if tensors is None else tensors))
+            self._queue.put_nowait((link, message, tensors, fill))
         except queue.Full:
             if isinstance(tensors, bytes):
                 with self._lock:
@@ -168,6 +245,11 @@ class Sender:
             with self._lock:
                 self._copied += tensors.nbytes
         return True
+
+    def _wake(self) -> None:
+        """The thread may wait for the queue, and what it would wait for is over."""
+        with contextlib.suppress(queue.Full):  # then it does not wait
+            self._queue.put_nowait((None, _WAKE, {}, None))
 
     def asked(self) -> list[tuple[Link, Wish]]:
         """What is to be answered at this boundary, oldest first, and on which connection. What would make more than
@@ -190,10 +272,10 @@ class Sender:
         """Send what is queued and `last`, if that works within the time."""
         if self.put(last):
             deadline = time.monotonic() + seconds
-            while self.connected and time.monotonic() < deadline and self._thread.is_alive():
-                self.answered.wait(0.05)
-                if not self._queue.unfinished_tasks:
-                    break
+            while self._queue.unfinished_tasks and self.connected and self._thread.is_alive() and (
+                time.monotonic() < deadline
+            ):
+                self.answered.wait(0.01)
         self._end(max(seconds, 0.1))
         if not self._thread.is_alive():
             atexit.unregister(self._leave)
@@ -209,6 +291,7 @@ class Sender:
         link = self._link
         if link is not None:
             link.close()
+        self._wake()
         if self._thread.is_alive():  # where threads run out it was never started
             self._thread.join(seconds)
 
@@ -239,7 +322,7 @@ class Sender:
                 listener.join()
                 self._drain()
                 self.wanted, self.joined, self.pledged, self.notice = frozenset(), None, None, ""
-                self.takes_user = False
+                self.takes_user = self.takes_head = False
                 self.answered.set()
             if self.final:
                 return
@@ -273,29 +356,30 @@ class Sender:
             link.close()
             raise
         link.limits = lambda: Limits(RANGES_TEXT)
+        link.ahead = READ
         self._again.set()
         return link
 
     def _send_all(self, link: Link) -> None:
         self.tried.set()
         while not self._stop.is_set():
-            if self._again.is_set():
-                self._again.clear()
-                for message in self._opening():
-                    link.send(message)
+            while self._again.is_set():
+                with self._writing:
+                    self._again.clear()
+                    for message in self._opening():
+                        link.send(message)
+            to, message, tensors, fill = self._queue.get()
             try:
-                to, message, tensors = self._queue.get(timeout=0.05)
-            except queue.Empty:
                 if not self.connected:
                     return
-                continue
-            try:
                 if to is link and message is _OPENING:
                     self._again.set()
                 elif to is link:
-                    if isinstance(tensors, Taken):
-                        message.sample = tensors.text()
-                    _send(link, message, tensors.on_host() if isinstance(tensors, Copies) else tensors)
+                    if fill is not None:
+                        fill(message)
+                    held = tensors.on_host() if isinstance(tensors, Copies) else tensors
+                    with self._writing:
+                        _send(link, message, held)
             finally:
                 self._done(tensors)
 
@@ -315,6 +399,8 @@ class Sender:
                     raise RecordsError("a payload from a node", where=link.peer)
                 if isinstance(message, Wanted) and message.what == ["user"]:
                     self.takes_user = True
+                elif isinstance(message, Wanted) and message.what == ["userhead"]:
+                    self.takes_head = True
                 elif isinstance(message, Wanted):
                     self.wanted = frozenset(message.what)
                     if message.what:
@@ -338,6 +424,8 @@ class Sender:
                     self.epoch = message.epoch
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status
+                    self.answered.set()
+                    time.sleep(HEARD_SECONDS)
                 elif isinstance(message, Refused):
                     self._refused, self.final = True, message.final
                     raise RecordsError(f"refused: {message.why}", where=link.peer)
@@ -350,6 +438,7 @@ class Sender:
             self._link = None
             link.close()
             self.answered.set()
+            self._wake()
 
     def _ask(self, link: Link, message: Ranges) -> None:
         """Into the queue of the next boundary. What lies in it takes memory, and so it is bounded."""
@@ -377,11 +466,23 @@ class Sender:
             pass
 
 
-def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor] | bytes) -> None:
-    if isinstance(tensors, bytes):
-        link.send(message, [tensors], len(tensors))
-        return
+def _small(tensors: Payload | None) -> bytes | None:
+    """A payload that can be sent at once; None: it is not small, or not in this machine's memory."""
     if not tensors:
+        return b""
+    if isinstance(tensors, bytes):
+        return tensors
+    if isinstance(tensors, Copies) or not all(one.is_cpu for one in tensors.values()):
+        return None
+    return b"".join(packed(tensors)) if sum(one.nbytes for one in tensors.values()) <= AT_ONCE else None
+
+
+def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor] | bytes) -> None:
+    if isinstance(tensors, bytes) and message is _REST:
+        link.send_rest(tensors)
+    elif isinstance(tensors, bytes):
+        link.send(message, [tensors], len(tensors))
+    elif tensors:
+        link.send(message, packed(tensors), packed_bytes(tensors))
+    else:
         link.send(message)
-        return
-    link.send(message, packed(tensors), packed_bytes(tensors))

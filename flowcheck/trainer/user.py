@@ -2,31 +2,32 @@
 
     kept = Keeper(optimizer, scheduler, scaler)
     kept.give(user, step, rank, ranks, say) -> bytes    at the boundary where the next iteration begins
-    restore_rng(state)                                  so that repeating that iteration draws the same numbers
 
-The state of random generators is taken as it is: python's `random`, numpy's global one if numpy is imported, torch's on
-the CPU and on the devices that the model is on. Where the groups of the optimizer stand is taken too, because a
-scheduler may have changed them after the step that made the version. Torch and the standard library; the training
-thread.
+The state of random generators is taken as it is (generators.py): python's `random`, numpy's global one if numpy is
+imported, torch's on the CPU and on the devices that the model is on. Where the groups of the optimizer stand is taken
+too, because a scheduler may have changed them after the step that made the version. Torch and the standard library; the
+training thread.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from flowcheck.control.numbers import plain
-from flowcheck.control.user_state import USER_BYTES, pack
+from flowcheck.control.user_state import USER_BYTES, Packer, pack
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.trainer.generators import Generators, restore_rng, rng_state
 from flowcheck.trainer.loop import Given
 from flowcheck.trainer.parts import stepped
 
 __all__ = ["Keeper", "restore_rng", "rng_state"]
+
+_requires_grad = attrgetter("requires_grad")
 
 
 ABOUT_BYTES = 64 << 10  # of a state that lacks something, for what that is
@@ -44,7 +45,8 @@ class Keeper:
                 raise UserError(f"a {type(one).__name__} has no state_dict()", where=what,
                                 remedy="an object of torch's, or user= in step()")
         self._optimizer = optimizer
-        self._devices: list[str] | None = None  # types of those that the model is on
+        self._generators: Generators | None = None
+        self._packer, self._exact = Packer(), ("rng",)
         self._scheduler, self.scaler = scheduler, scaler
         self._given: Any = None  # how far the scheduler was at the last boundary
         self._warned = False
@@ -90,7 +92,7 @@ class Keeper:
                 state[what] = make()
             except Exception as error:
                 missing[what] = f"{what}: {_words(error)}"[:MOST_WHY]
-        packed = partial(pack, step=step, rank=rank, ranks=ranks)
+        packed = partial(self._packer.pack, step=step, rank=rank, ranks=ranks, exact=self._exact)
         try:
             return packed({**state, "missing": missing} if missing else state), missing
         except Exception:
@@ -98,15 +100,15 @@ class Keeper:
             return packed({**state, "missing": missing | more}), missing | more
 
     def _rng(self) -> dict[str, Any]:
-        if self._devices is None:
+        if self._generators is None:
             held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-            self._devices = sorted({parameter.device.type for parameter in held} - {"cpu", "meta"})
-        return rng_state(self._devices)
+            self._generators = Generators(sorted({parameter.device.type for parameter in held} - {"cpu", "meta"}))
+        return self._generators.state()
 
     def _groups(self) -> list[dict[str, Any]]:
         """Options of the optimizer, numbers as torch computes with them; and of each parameter: is it stepped?"""
         return [{**{key: _number(value) for key, value in group.items()},
-                 "params": [stepped(parameter) for parameter in group["params"]]}
+                 "params": _stepped(group["params"])}
                 for group in self._optimizer.param_groups]
 
 
@@ -168,44 +170,7 @@ def _words(error: Exception) -> str:
     return error.message() if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
 
 
-def rng_state(devices: Collection[str] = ()) -> dict[str, Any]:
-    """Of this process. devices: types, each of which torch has a module for."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if (numpy := sys.modules.get("numpy")) is not None:
-        name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (name, torch.from_numpy(keys), *rest)
-    for device in devices:
-        module = torch.get_device_module(device)
-        # Of all devices of this process where torch can tell them apart: one rank may use several.
-        every = getattr(module, "get_rng_state_all", None)
-        state[f"device {device}"] = every() if every is not None else [module.get_rng_state()]
-    return state
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """What `rng_state` gave, in a process that has the same kinds of devices. Raises UserError; then some generators
-    may be set and others not."""
-    try:
-        random.setstate(state["python"])
-        torch.set_rng_state(state["torch"])
-        if "numpy" in state:
-            name, keys, *rest = state["numpy"]
-            if (numpy := sys.modules.get("numpy")) is None:
-                raise ValueError("numpy's had one, and numpy is not imported here yet")
-            numpy.random.set_state((name, keys.numpy(), *rest))
-        for what, states in state.items():
-            if what.startswith("device "):
-                _restore_devices(what.removeprefix("device "), states)
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"the state of random numbers does not fit this process: {type(error).__name__}: {error}",
-                        where="recover", remedy="the same packages and devices, or seeds of your own") from None
-
-
-def _restore_devices(device: str, states: list[torch.Tensor]) -> None:
-    module = torch.get_device_module(device)
-    if not hasattr(module, "set_rng_state_all"):
-        module.set_rng_state(states[0])
-    elif len(states) != module.device_count():
-        raise ValueError(f"{len(states)} {device} devices had one, here are {module.device_count()}")
-    else:
-        module.set_rng_state_all(states)
+def _stepped(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each whether an optimizer that has it steps it."""
+    flags = list(map(_requires_grad, parameters))
+    return flags if all(flags) else [stepped(parameter) for parameter in parameters]

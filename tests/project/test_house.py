@@ -65,7 +65,7 @@ def test_a_tree_is_counted(house: ModuleType, tmp_path: Path) -> None:
 
 def test_the_house_stays_a_house(house: ModuleType) -> None:
     counted = house.count(ROOT)
-    assert counted["rooms"] <= 20 and counted["arrows between rooms"] <= 64
+    assert counted["rooms"] <= 20 and counted["arrows between rooms"] <= 65  # bench hook speaks as a node does
     assert counted["arrows up"] == counted["circles of modules"] == 0
 
 

@@ -90,7 +90,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 def test_what_is_in_it(environment: Environment) -> None:
-    """No compiled code, so for every Python and machine; nothing that only nodes use; the plugin's source."""
+    """No compiled code, so for every Python and machine; nothing that only nodes use; the sources of libraries."""
     assert environment.wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(environment.wheel) as file:
         names = file.namelist()
@@ -100,7 +100,7 @@ def test_what_is_in_it(environment: Environment) -> None:
         "checkpoint", "control", "job", "trainer",
     }
     assert {name.rpartition("/")[2] for name in names if not name.endswith(".py") and "dist-info" not in name} == {
-        "nccl_profiler.c", "nccl_profiler.h", "nccl_interface.h",
+        "nccl_profiler.c", "nccl_profiler.h", "nccl_interface.h", "sums.c", "sums.h", "sums_body.h",
     }
     needs = re.findall(r"^Requires-Dist: (.*)", metadata, re.MULTILINE)
     assert [Requirement(one).name for one in needs] == ["torch"] and "Provides-Extra" not in metadata
@@ -156,6 +156,21 @@ def test_the_plugin_is_compiled_once(environment: Environment) -> None:
     assert Path(environment.says(PATHS).strip()) == path and path.stat().st_mtime_ns == made
     assert [one.name for one in path.parent.iterdir()] == [path.name]
     assert environment.says("from flowcheck.trainer.profiler import Plugin; print(Plugin().counts().written)") == "0\n"
+
+
+SUMS = """
+import warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+import torch
+from flowcheck.control.checksum import checksum, checksums, library
+print(library() is not None, checksums({"a": torch.arange(9)}) == {"a": checksum(torch.arange(9))})
+"""
+
+
+def test_checksums_with_a_compiler_and_without(environment: Environment, tmp_path: Path) -> None:
+    made = str(shutil.which("cc") is not None)
+    assert environment.says(SUMS, XDG_CACHE_HOME=str(tmp_path / "one")) == f"{made} True\n"
+    assert environment.says(SUMS, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "other")) == "False True\n"
 
 
 def test_without_a_compiler(environment: Environment, tmp_path: Path) -> None:

@@ -21,6 +21,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "sums.h"
+
 /* Whose order of roundings (docs/understand/updater.md has them as formulas). */
 enum { FCU_TORCH_CPU, FCU_CUDA_FOREACH, FCU_CUDA_FUSED, FCU_ORDERS };
 /* The square root of torch-cpu: IEEE; a call of the library's; or a textbook sequence behind an estimate of the
@@ -87,7 +89,7 @@ typedef struct fcu_kernels {
     /* fp32 to bf16 or fp16, to nearest even, regular stores. */
     void (*narrow)(uint16_t *out, const float *in, uint64_t n, int type);
     /* Weighted sums of the first k elements of so many blocks that follow each other (sums.c). */
-    void (*sums)(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
+    fcs_blocks *sums;
 } fcu_kernels;
 
 extern const fcu_kernels fcu_avx512, fcu_avx2, fcu_portable;
@@ -100,15 +102,6 @@ fcu_piece fcu_part(const fcu_piece *piece, const fcu_rule *rule, uint64_t from, 
 int fcu_has_root(int how); /* FCU_SQRT_CALL aside */
 void fcu_fence(void);
 void fcu_copy(void *dst, const void *src, size_t bytes);  /* non-temporal; any alignment */
-
-/* Position-weighted checksum of n elements of `size` (1, 2, 4, 8) bytes, as flowcheck/control/checksum.py defines it:
- * fcu_sum_begin(n) plus, modulo 2^64, the parts; `from` is a multiple of FCU_BLOCK, and so is n but in the last. */
-enum { FCU_BLOCK = 1 << 16 };
-uint64_t fcu_sum_begin(uint64_t n);
-uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t from, uint64_t n, int size);
-void fcu_sums_avx512(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
-void fcu_sums_avx2(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
-void fcu_sums_portable(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
 
 /* One tensor to sum: its memory stays as it is until fcu_wait says the batch is done; then `sum` is its checksum. */
 typedef struct fcu_sum { const void *data; uint64_t n, sum; int size; } fcu_sum;

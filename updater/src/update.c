@@ -95,7 +95,7 @@ fcu_piece fcu_part(const fcu_piece *c, const fcu_rule *rule, uint64_t from, uint
 
 /* -- workers ----------------------------------------------------------------------------------------------- */
 
-enum { CHUNK = 1 << 16, SUM_CHUNK = 8 * FCU_BLOCK, COPY_CHUNK = 1 << 20 };
+enum { CHUNK = 1 << 16, SUM_CHUNK = 8 * FCS_BLOCK, COPY_CHUNK = 1 << 20 };
 
 /* Updates (rules, rule_of, pieces), or sums, or copies. */
 typedef struct batch {
@@ -203,7 +203,7 @@ static void *worker(void *argument)
         pthread_mutex_unlock(&pool->lock);
         uint64_t found = 0;
         if (next.sum)
-            found = fcu_sum_part(pool->kernels, next.sum->data, next.from, next.n, next.sum->size);
+            found = fcs_part(pool->kernels->sums, next.sum->data, next.from, next.n, next.sum->size);
         else if (next.block)
             fcu_copy((char *)next.block->to + next.from, (const char *)next.block->from + next.from, next.n);
         else
@@ -281,11 +281,11 @@ uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_
 uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count)
 {
     for (uint32_t i = 0; i < count; i++)
-        sums[i].sum = fcu_sum_begin(sums[i].n);
+        sums[i].sum = fcs_begin(sums[i].n);
     if (pool->threads)
         return queue(pool, &(batch){ .sums = sums, .count = count });
     for (uint32_t i = 0; i < count; i++)
-        sums[i].sum += fcu_sum_part(pool->kernels, sums[i].data, 0, sums[i].n, sums[i].size);
+        sums[i].sum += fcs_part(pool->kernels->sums, sums[i].data, 0, sums[i].n, sums[i].size);
     return pool->finished = ++pool->tickets;
 }
 

@@ -72,7 +72,7 @@ OP void st_f16(uint16_t *p, V x, int nt) { st_16(p, _mm256_cvtps_ph(x, _MM_FROUN
 #define FETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 #include "update_body.h"
 
-const fcu_kernels fcu_avx2 = { "avx2", update, roots, narrow, fcu_sums_avx2 };
+const fcu_kernels fcu_avx2 = { "avx2", update, roots, narrow, fcs_avx2 };
 #else
 typedef int fcu_not_here;
 #endif

@@ -73,7 +73,7 @@ OP void st_f16(uint16_t *p, V x, int nt) { st_16(p, _mm512_cvtps_ph(x, _MM_FROUN
 #define FETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 #include "update_body.h"
 
-const fcu_kernels fcu_avx512 = { "avx512", update, roots, narrow, fcu_sums_avx512 };
+const fcu_kernels fcu_avx512 = { "avx512", update, roots, narrow, fcs_avx512 };
 #else
 typedef int fcu_not_here;
 #endif

@@ -62,4 +62,4 @@ OP void st_f16(uint16_t *p, V x, int nt) { (void)nt; *p = to_f16(x); }
 #define FETCH(p) ((void)(p)) /* it is not there for its speed */
 #include "update_body.h"
 
-const fcu_kernels fcu_portable = { "portable", update, roots, narrow, fcu_sums_portable };
+const fcu_kernels fcu_portable = { "portable", update, roots, narrow, fcs_portable };

@@ -25,6 +25,7 @@ BENCHES = {
     "pipeline": ("flowcheck.lab.bench.pipeline", "stages alone, in sequence and overlapped, against the memory"),
     "checksum": ("flowcheck.lab.bench.sums", "checksums of a version's parameters, against reading them"),
     "protect": ("flowcheck.lab.bench.coding", "parity of streams of bytes, against copying as much and against isa-l"),
+    "hook": ("flowcheck.lab.bench.hook", "what an attachment costs the training process per step, beside a budget"),
     "baselines": ("flowcheck.lab.bench.baselines", "steps of training in the lab, beside those of other ways to save"),
     "adam": ("flowcheck.lab.bench.adam", "one step of the optimizer, against its memory traffic and torch's"),
 }

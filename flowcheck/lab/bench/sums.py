@@ -1,5 +1,6 @@
 """bench checksum: parameters summed up as a live node does it, beside reading the same memory.
 
+    checksum.trainer.WIDTH     GB/s of the same tensors as a trainer sums them up, on one thread, against the same loads
     checksum.WIDTH.THREADS     GB/s of a version of 200 tensors compared with a trainer's checksums, as the node does it
                                (updater/verify.py), against loads of the same memory by as many threads
 """
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from flowcheck.control.checksum import checksums
 from flowcheck.lab.bench import roof
 from flowcheck.lab.bench.rows import Row, alternate, on_threads, timed
 from flowcheck.lab.bench.workload import aligned
@@ -21,6 +23,7 @@ __all__ = ["run"]
 
 TENSORS = 200
 TARGET = 0.6
+TRAINERS_TARGET = 0.5
 WIDTHS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINES = 256  # bytes that the read limit takes at a time
 
@@ -40,11 +43,29 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
             pool.close()
             speed = {name: [1e-9 * TENSORS * size / s for s in taken] for name, taken in seconds.items()}
             rows.append(Row.of(f"checksum.{width}.{threads}t", "GB/s", speed["ours"], speed["read"], TARGET))
+        seconds = alternate({"ours": _trainers(version), "read": _read(memory, 1)}, rounds)
+        speed = {name: [1e-9 * TENSORS * size / s for s in taken] for name, taken in seconds.items()}
+        rows.append(Row.of(f"checksum.trainer.{width}", "GB/s", speed["ours"], speed["read"], TRAINERS_TARGET))
     return rows
 
 
 def _ours(pool: kernels.Pool, version: dict[str, torch.Tensor], theirs: dict[str, int]) -> Callable[[], float]:
     return timed(lambda: Comparison(pool, version, theirs).differing())
+
+
+def _trainers(version: dict[str, torch.Tensor]) -> Callable[[], float]:
+    """Without several threads, whatever torch has."""
+    threads = torch.get_num_threads()
+    measure = timed(lambda: checksums(version) == {})
+
+    def alone() -> float:
+        torch.set_num_threads(1)
+        try:
+            return measure()
+        finally:
+            torch.set_num_threads(threads)
+
+    return alone
 
 
 def _read(memory: torch.Tensor, threads: int) -> Callable[[], float]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from flowcheck.control.protocol import Hello, Link, MisfitError, Opening, RecordsError, Refused, framed, tls_reason
+from flowcheck.control.protocol import Hello, Link, MisfitError, Opening, RecordsError, Refused, frame, tls_reason
 from flowcheck.control.tls import Secure
 from flowcheck.node.doors.waiting_room import WaitingRoom
 
@@ -144,7 +144,7 @@ class _Stranger:
     def part(self, why: str) -> None:
         if self._shaken:
             with contextlib.suppress(RecordsError):
-                self.send(framed(Refused(why)))
+                self.send(frame(Refused(why)))
 
 
 class Gate:

@@ -18,6 +18,7 @@ from flowcheck.control.protocol import Bye, Limits, Link, RecordsError, State, a
 
 BYE = b"FCR1" + bytes([0, 0, 0, 14]) + bytes(8) + b'{"type":"bye"}'
 STEP = 8 * 1024 * 1024
+TOGETHER = 64 << 10  # bytes that go out in one piece with their message
 
 
 class Clock:
@@ -157,7 +158,7 @@ def test_the_writers_seconds_are_for_all_of_it(noted: Any) -> None:
     link.peer = "host:1"
     kind.passes = 4.0
     with pytest.raises(RecordsError) as slow:
-        link.send(State(1), [b"a", b"b", b"c"], 3, seconds=10 / (1 + 3e-7))
+        link.send(State(1), [bytes(TOGETHER), b"b", b"c"], TOGETHER + 2, seconds=10 / (1 + (TOGETHER + 2) / 1e7))
     assert kind.timeouts == pytest.approx([10.0, 6.0, 2.0])
     assert (slow.value.what, slow.value.where) == ("too slow: it does not take what is sent", "host:1")
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from flowcheck.control.user_state import USER_BYTES, Refused, UserState, pack, seal_of
+from flowcheck.control.user_state import USER_BYTES, Packer, Refused, UserState, pack, seal_of
 from flowcheck.errors import UserError
 
 from ..odd_json import one_place_odd
@@ -230,3 +230,24 @@ def test_what_is_no_such_file(data: bytes) -> None:
     assert bad(data) == "is not a user state"
     with pytest.raises(UserError):
         seal_of(data, "x")
+
+
+ALIKE = [0, 0.0, -0.0, False, 1, 1.0, True, "", b"", None, math.inf, [], (), [1], (1,)]
+VALUES = st.one_of(PLAIN, st.sampled_from(ALIKE))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.dictionaries(st.sampled_from("abc"), VALUES), st.integers(8, 11)), max_size=6))
+def test_what_is_packed_again_and_again_is_what_is_packed_once(states: list[tuple[dict[str, Any], int]]) -> None:
+    """1 is not 1.0, and -0.0 not 0.0: nothing that was written before stands for another value."""
+    packer = Packer()
+    for state, step in states:
+        data = packer.pack(state, step=step, rank=3, ranks=4)
+        assert data == packer.pack(state, step=step, rank=3, ranks=4) == packed(state, step=step)
+
+
+def test_bytes_that_have_changed_are_written_anew() -> None:
+    packer = Packer()
+    for words in (b"one", b"two", b"two", b"three"):
+        data = packer.pack({"rng": {"torch": words}}, step=7, rank=0, ranks=1, exact=("rng",))
+        assert UserState.of(data, "x").state == {"rng": {"torch": words}}

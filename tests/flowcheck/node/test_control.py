@@ -6,6 +6,7 @@ The connection is a real pair of sockets, the trainer is the product's Link or f
 from __future__ import annotations
 
 import queue
+import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -31,6 +32,7 @@ from flowcheck.control.protocol import (
     Refused,
     State,
     User,
+    UserHead,
     Wanted,
     Welcome,
 )
@@ -277,7 +279,7 @@ def test_a_known_trainer_may_say_16_mb_and_has_30_seconds(enter: Enter) -> None:
     known = enter(plan=PLAN)
     known.send(Flows([]))
     known.group.next()  # by now the limits are those of a known trainer
-    most = {"state": STATE_BYTES, "record": RECORD_BYTES, "patch": STATE_BYTES, "user": 1 << 20}
+    most = {"state": STATE_BYTES, "record": RECORD_BYTES, "patch": STATE_BYTES, "user": 1 << 20, "userhead": 1 << 20}
     assert known.near.limits() == Limits(16777216, most, 30.0, 1e6)
     known.group.plan = None
     assert known.near.limits() == Limits(16777216, {}, 30.0, 1e6)
@@ -292,6 +294,32 @@ def test_a_state_of_a_rank_goes_into_the_inbox_as_it_is(enter: Enter) -> None:
     known.link.send(User(5, 2), [data], len(data))
     assert known.group.next() == (User(5, 2), {})
     assert known.group.data == data
+
+
+def test_what_a_state_has_in_common_with_the_one_before_it_need_not_come_again(enter: Enter) -> None:
+    known = enter(rank=2, plan=PLAN)
+    for step in (6, 9, 10):
+        data = pack({"a": torch.ones(50)}, step=step, rank=2, ranks=4)
+        message, sent = (User(5, 2), data) if step == 6 else (UserHead(step - 1, 2, 200), data[:-200])
+        known.link.send(message, [sent], len(sent))
+        assert known.group.next() == (User(message.iteration, 2), {}) and known.group.data == data
+
+
+@pytest.mark.parametrize(("first", "same", "what"), [
+    (None, 200, "the last 200 bytes of a state, of 0 before it"), (b"", 1 << 20, "the last 1048576 bytes of a state"),
+    (b"", 196, "is not a user state|SHA-256 differs"), (b"", 0, "-1 is less than 0"),
+])
+def test_a_state_that_cannot_be_put_together_is_refused(enter: Enter, first: Any, same: int, what: str) -> None:
+    known = enter(plan=PLAN)
+    data = pack({"a": torch.ones(50)}, step=6, rank=0, ranks=4)
+    if first is not None:
+        known.link.send(User(5, 0), [data], len(data))
+        known.group.next()
+    message = UserHead(6, 0, 1)
+    message.same = same
+    known.link.send(message, [data[:-200]], len(data) - 200)
+    assert re.search(what, known.why()[0])
+    assert known.group.next() == ("left", True)
 
 
 @pytest.mark.parametrize("spoil", [lambda data: data[:-1] + b"x", lambda data: b"", lambda data: data[:-1]])

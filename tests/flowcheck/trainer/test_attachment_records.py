@@ -134,11 +134,16 @@ def test_buffers_are_those_of_their_iteration(training, hand_node) -> None:
     one = training(layer=Every(), checksum_every=1)
     queued: list[Any] = []
     peer = joined(one, hand_node)
-    one.attachment._senders[0].put = lambda message, tensors: queued.append((message, tensors))
+
+    def put_all(messages: Any, fill: Any) -> None:
+        fill(messages[-1][0])
+        queued.append(messages[-1])
+
+    one.attachment._senders[0].put_all = put_all
     one.iterate(2)
     assert [tensors["buffer.count"].item() for _, tensors in queued] == [4, 5]
     assert all(message.checksums for message, _ in queued)
-    del one.attachment._senders[0].put
+    del one.attachment._senders[0].put_all
     peer.close()
 
 

@@ -269,10 +269,10 @@ def test_no_records_follow_a_state_that_no_queue_took(training, hand_node) -> No
         queued.append(type(message).__name__)
         return queued[-1] != "State"
 
-    sender.put = put
+    sender.put, sender.put_all = put, lambda messages, fill: put(messages[-1][0])
     one.iterate(2)
     assert queued == ["Record", "State"] and not sender.follows
-    del sender.put
+    del sender.put, sender.put_all
 
 
 def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(training, hand_node) -> None:
@@ -332,7 +332,7 @@ def test_a_state_is_the_one_of_its_boundary(training, hand_node) -> None:
     one.attachment._senders[0].put = lambda message, tensors: queued.append(tensors)
     one.iterate()
     del one.attachment._senders[0].put
-    _, state = queued
+    (state,) = queued
     then = {name: value.clone() for name, value in state.items()}
     one.train()
     assert len(state) == 8 and all(torch.equal(state[name], value) for name, value in then.items())

@@ -6,10 +6,12 @@ import os
 import shutil
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from flowcheck.control import compiled
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.trainer import plugin
 from flowcheck.trainer.plugin import plugin_path
@@ -21,7 +23,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """An installation of a wheel, and the folder that its plugin goes to."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler here")
-    monkeypatch.setattr(plugin, "BUILT", tmp_path / "absent.so")
+    monkeypatch.setattr(plugin, "PLUGIN", replace(plugin.PLUGIN, built=tmp_path / plugin.PLUGIN.built.name))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -32,7 +34,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_what_the_installation_has_built_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     built = tmp_path / "nccl_profiler.plugin.so"
     built.write_bytes(b"")
-    monkeypatch.setattr(plugin, "BUILT", built)
+    monkeypatch.setattr(plugin, "PLUGIN", replace(plugin.PLUGIN, built=built))
     assert plugin_path() == built
 
 
@@ -51,8 +53,8 @@ def test_another_source_is_another_file(
     made = first.stat().st_mtime_ns
     assert plugin_path() == first and first.stat().st_mtime_ns == made
     changed = tmp_path / "changed.c"
-    changed.write_text(plugin.SOURCE.read_text() + "/* of the next version */\n")
-    monkeypatch.setattr(plugin, "SOURCE", changed)
+    changed.write_text(plugin.PLUGIN.source.read_text() + "/* of the next version */\n")
+    monkeypatch.setattr(plugin, "PLUGIN", replace(plugin.PLUGIN, source=changed))
     assert plugin_path() != first and len(list(cache.iterdir())) == 2
 
 
@@ -96,13 +98,13 @@ def test_a_compiler_that_hangs(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 300\n")
     slow.chmod(0o755)
-    monkeypatch.setattr(plugin, "SECONDS", 0.2)
+    monkeypatch.setattr(compiled, "SECONDS", 0.2)
     monkeypatch.setenv("CC", str(slow))
     with pytest.raises(EnvironmentProblem, match=r"within 0\.2 s"):
         plugin_path()
 
 
 def test_where_the_source_is_gone(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plugin, "SOURCE", tmp_path / "absent.c")
+    monkeypatch.setattr(plugin, "PLUGIN", replace(plugin.PLUGIN, source=tmp_path / "absent.c"))
     with pytest.raises(EnvironmentProblem, match="its source is not there"):
         plugin_path()

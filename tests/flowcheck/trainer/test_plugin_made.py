@@ -6,10 +6,13 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from flowcheck.control import compiled
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.trainer import plugin
 from flowcheck.trainer.plugin import plugin_path
@@ -36,9 +39,12 @@ class Made:
         for name in ("b.h", "a.h"):
             (self.include / name).write_text(name)
         (self.include / "notes.txt").write_text("no header")
-        for name, value in (("SOURCE", self.source), ("INCLUDE", self.include), ("BUILT", folder / "absent.so")):
-            patch.setattr(plugin, name, value)
+        self.change(source=self.source, include=self.include, built=folder / "nccl_profiler.plugin.so")
         self.compiler("gcc")
+
+    def change(self, **fields: Any) -> None:
+        """What is compiled, and how."""
+        self._patch.setattr(plugin, "PLUGIN", replace(plugin.PLUGIN, **fields))
 
     def compiler(self, name: str = "gcc", *, says: str = "", writes: str = 'echo made > "$2"', status: int = 0) -> Path:
         path = self.folder / "bin" / name
@@ -46,7 +52,7 @@ class Made:
         path.write_text(SCRIPT.format(log=self.log, says=says, writes=writes, status=status))
         path.chmod(0o755)
         self._patch.setenv("PATH", f"{path.parent}:/usr/bin:/bin")
-        self._patch.setattr(plugin, "COMPILERS", (name,))
+        self._patch.setattr(compiled, "COMPILERS", (name,))
         return path
 
     @property
@@ -69,7 +75,7 @@ def test_it_is_compiled_once_with_all_flags(made: Made, caplog: pytest.LogCaptur
     assert path.parent == made.folder / "cache" / "flowcheck" and path.read_text() == "made\n"
     assert path.stat().st_mode & 0o777 == 0o755 and list(path.parent.iterdir()) == [path]
     *asked, scratch = made.asked
-    assert asked == [*plugin.FLAGS, f"-I{made.include}", str(made.source), "-o"]
+    assert asked == [*compiled.FLAGS, f"-I{made.include}", str(made.source), "-o"]
     assert Path(scratch).parent == path.parent and scratch.endswith(".so"), "what is half written has another name"
     assert plugin_path() == path and len(made.asked) == len(asked) + 1
 
@@ -79,8 +85,8 @@ def test_its_name_is_that_of_all_that_it_is_made_of(made: Made, monkeypatch: pyt
     for change in (
         lambda: made.source.write_text("another"), lambda: (made.include / "a.h").write_text("another"),
         lambda: (made.include / "c.h").write_text(""), lambda: (made.include / "c.h").write_text("x"),
-        lambda: monkeypatch.setattr(plugin, "FLAGS", (*plugin.FLAGS, "-g")),
-        lambda: monkeypatch.setattr(plugin.platform, "machine", lambda: "another"),
+        lambda: made.change(flags=(*compiled.FLAGS, "-g")),
+        lambda: monkeypatch.setattr(compiled.platform, "machine", lambda: "another"),
     ):
         change()
         names.append(plugin_path().name)
@@ -92,16 +98,16 @@ def test_its_name_is_that_of_all_that_it_is_made_of(made: Made, monkeypatch: pyt
 
 def test_a_compiler_with_arguments_of_its_own(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made.compiler("mine")
-    monkeypatch.setattr(plugin, "COMPILERS", ())
+    monkeypatch.setattr(compiled, "COMPILERS", ())
     monkeypatch.setenv("CC", f"{path} -m64  -w")
     plugin_path()
-    assert made.asked[:3] == ["-m64", "-w", plugin.FLAGS[0]]
+    assert made.asked[:3] == ["-m64", "-w", compiled.FLAGS[0]]
 
 
 def test_the_first_of_the_known_compilers_that_is_there(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "COMPILERS", ("no-such-compiler", "gcc", "another"))
+    monkeypatch.setattr(compiled, "COMPILERS", ("no-such-compiler", "gcc", "another"))
     plugin_path()
-    monkeypatch.setattr(plugin, "COMPILERS", ("no-such-compiler", "nor-this-one"))
+    monkeypatch.setattr(compiled, "COMPILERS", ("no-such-compiler", "nor-this-one"))
     made.source.write_text("anew")
     with pytest.raises(EnvironmentProblem) as caught:
         plugin_path()
@@ -156,7 +162,7 @@ def test_a_folder_that_others_may_write_is_left_alone(made: Made, mode: int, our
 
 def test_a_folder_of_another_user_is_left_alone(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = os.geteuid()
-    monkeypatch.setattr(plugin.os, "geteuid", lambda: mine + 1)
+    monkeypatch.setattr(compiled.os, "geteuid", lambda: mine + 1)
     with pytest.raises(EnvironmentProblem) as caught:
         plugin_path()
     first, second = caught.value.what.removeprefix("NCCL's profiler plugin cannot be put anywhere: ").split("; ")

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -333,8 +334,8 @@ def test_a_forked_process_has_its_own(nccl: Make) -> None:
 
 
 def test_an_installation_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "BUILT", tmp_path / "absent.so")
-    monkeypatch.setattr(installed, "SOURCE", tmp_path / "absent.c")
+    absent = replace(installed.PLUGIN, built=tmp_path / "absent.so", source=tmp_path / "absent.c")
+    monkeypatch.setattr(installed, "PLUGIN", absent)
     with pytest.raises(EnvironmentProblem, match="was not built with this installation") as refused:
         Plugin()
     assert "topology=" in refused.value.remedy

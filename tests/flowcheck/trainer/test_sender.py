@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.protocol import Bye, Flows, Patch, Ranges, Record, State
+from flowcheck.control.protocol import Bye, Flows, Patch, Ranges, Record, State, User
 from flowcheck.trainer import sender as sending
 from flowcheck.trainer.ranges import Wish
 from flowcheck.trainer.sender import Identity, Sender
@@ -297,6 +297,49 @@ def test_tensors_follow_their_message_as_safetensors(hand_node, sender) -> None:
     assert peer.expect("bye") == {}
 
 
+def test_what_is_small_is_sent_by_who_puts_it(hand_node, sender) -> None:
+    """No other thread wakes for it: nothing was queued."""
+    mine = sender()
+    peer = hand_node.welcome()
+    until(lambda: mine.connected and not mine._again.is_set())
+    until(lambda: not mine._writing.locked())
+    records = [(User(7, 0), b"state"), (Record(7), {"buffer.a": torch.ones(3)})]
+    assert mine.put_all(records) and not mine._queue.unfinished_tasks
+    assert peer.receive() == ({"type": "user", "iteration": 7, "rank": 0}, b"state")
+    assert peer.receive()[0]["type"] == "record"
+
+
+def test_what_the_socket_does_not_take_is_sent_later_and_in_order(hand_node, sender) -> None:
+    mine = sender()
+    peer = hand_node.welcome()
+    until(lambda: mine.connected and not mine._again.is_set())
+    states = [bytes([number]) * (1 << 20) for number in range(30)]  # more than any socket has room for
+    for number, state in enumerate(states):
+        assert mine.put_all([(User(number, 0), state), (Record(number), None)])
+    assert mine._queue.unfinished_tasks
+    for number, state in enumerate(states):
+        assert peer.receive() == ({"type": "user", "iteration": number, "rank": 0}, state)
+        assert peer.expect("record")["iteration"] == number
+
+
+def test_what_is_still_missing_is_filled_in_by_who_sends(hand_node, sender) -> None:
+    """A device is not waited for by who puts it, and what comes after it stays behind it."""
+    mine = sender()
+    peer = hand_node.welcome()
+    until(lambda: mine.connected and not mine._again.is_set())
+    there, by = threading.Event(), list[threading.Thread]()
+
+    def fill(record: Record) -> None:
+        assert there.wait(LONGEST)
+        by.append(threading.current_thread())
+        record.checksums = {"a": "07"}
+
+    assert mine.put_all([(Record(1), None)], fill) and mine.put_all([(Record(2), None)])
+    there.set()
+    assert [peer.expect("record")["checksums"] for _ in range(2)] == [{"a": "07"}, {}]
+    assert by == [mine._thread]
+
+
 def test_the_opening_goes_out_on_every_connection_and_when_it_has_changed(hand_node, sender, no_pause) -> None:
     said: list[Any] = [Flows([])]
     mine = sender(lambda: list(said))
@@ -369,11 +412,14 @@ def test_what_was_put_for_a_connection_that_has_ended_meanwhile_does_not_go_to_t
     put, before, after = mine._queue.put_nowait, mine._link, list[Any]()
 
     def late(item: Any) -> None:
+        if not isinstance(item[1], Record):
+            return put(item)
         peer.close()
         after.append(hand_node.welcome())
         until(lambda: mine._link not in (None, before))
         put(item)
 
+    monkeypatch.setattr(mine, "_at_once", lambda *_: None)
     monkeypatch.setattr(mine._queue, "put_nowait", late)
     mine.put(Record(1))
     monkeypatch.undo()

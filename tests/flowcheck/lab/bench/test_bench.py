@@ -27,7 +27,7 @@ def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def well_formed(row: dict[str, object]) -> bool:
     numbers = [row[key] for key in ("value", "limit", "ratio", "p10", "p90")]
-    added = ".icrc" in str(row["name"])  # a difference of two times
+    added = ".icrc" in str(row["name"]) or str(row["name"]).startswith("hook.")  # a difference of two times
     assert all(isinstance(n, float) and (n > 0 or added) for n in numbers), row
     assert row["target"] is None or isinstance(row["target"], float)
     assert row["p10"] <= row["ratio"] <= row["p90"]  # type: ignore[operator]
@@ -74,8 +74,10 @@ def test_rows_of_checksums() -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert all(well_formed(row) for row in rows)
-    assert [row["name"] for row in rows] == [f"checksum.{w}.{threads}t" for w in ("fp32", "bf16") for threads in (1, 2)]
-    assert {row["target"] for row in rows} == {0.6}
+    assert [row["name"] for row in rows] == [
+        f"checksum.{one}" for w in ("fp32", "bf16") for one in (f"{w}.1t", f"{w}.2t", f"trainer.{w}")
+    ]
+    assert {row["target"] for row in rows} == {0.5, 0.6}
 
 
 def test_an_unknown_name_is_refused() -> None:
@@ -149,6 +151,17 @@ def test_the_hot_sum_is_zlibs() -> None:
     data = np.arange(200, dtype=np.uint8)
     assert crc_hot(data, 1) == zlib.crc32(data)
     assert crc_hot(data, 2) == zlib.crc32(data) ^ zlib.crc32(data, 1)
+
+
+@pytest.mark.slow
+def test_rows_of_the_hook() -> None:
+    done = bench("hook", "--json", "--rounds", "2")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(well_formed(row) and row["rounds"] == 2 for row in rows)
+    kinds = ("thread", "process", "longest", "checksums.thread", "checksums.process")
+    assert [row["name"] for row in rows] == [f"hook.{size}.{kind}" for size in (48, 800) for kind in kinds]
+    assert [row["limit"] for row in rows if row["target"]] == [0.1, 0.5, 0.3, 1.0]
 
 
 @pytest.mark.slow

@@ -3,18 +3,19 @@
  *     sum over c: (mix(c + BLOCK) | 1) * sum over i: w[i] * b[c][i]            w[i] = mix(i) | 1, all modulo 2^64
  *
  * A weight is 64 bits and an element up to 32, so a product is  lo(w) * b + (hi(w) * b << 32):  one multiplication of
- * 32 by 32 bits to 64, and one of which 32 bits matter. The halves of the weights are kept apart for that. FCU_ABREAST
+ * 32 by 32 bits to 64, and one of which 32 bits matter. The halves of the weights are kept apart for that. ABREAST
  * blocks are summed side by side, so that a weight (512 KiB of them, in the second cache) is loaded once for all.
  */
-#include "update.h"
+#include "sums.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
-enum { BLOCK = FCU_BLOCK, ABREAST = 4 };
+enum { BLOCK = FCS_BLOCK, ABREAST = 4 };
 
 static _Alignas(64) uint32_t low[BLOCK], high[BLOCK]; /* of the weights */
 static pthread_once_t filled = PTHREAD_ONCE_INIT;
@@ -73,7 +74,7 @@ static inline __attribute__((always_inline)) void plain_blocks(const uint8_t *da
         sums[b] = plain(data + (uint64_t)b * BLOCK * size, 0, k, size);
 }
 
-void fcu_sums_portable(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
+void fcs_portable(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
 {
     BY_SIZE(plain_blocks, data, abreast, k, sums)
 }
@@ -154,7 +155,7 @@ OP uint32_t NAME(sum_32)(V x)
 
 /* -- a tensor ------------------------------------------------------------------------------------------------ */
 
-uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t from, uint64_t n, int size)
+uint64_t fcs_part(fcs_blocks *blocks_of, const void *data, uint64_t from, uint64_t n, int size)
 {
     uint64_t sum = 0, first = from / BLOCK, whole = n / BLOCK, blocks = (n + BLOCK - 1) / BLOCK, sums[ABREAST];
     const uint8_t *at = (const uint8_t *)data + from * (uint64_t)size;
@@ -162,11 +163,36 @@ uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t fro
     for (uint64_t c = 0, together; c < blocks; c += together) {
         together = whole - c >= ABREAST && c < whole ? ABREAST : 1;
         uint64_t k = n - c * BLOCK < BLOCK ? n - c * BLOCK : BLOCK;
-        kernels->sums(at + c * BLOCK * (uint64_t)size, (int)together, k, size, sums);
+        blocks_of(at + c * BLOCK * (uint64_t)size, (int)together, k, size, sums);
         for (uint64_t b = 0; b < together; b++)
             sum += (mix(first + c + b + BLOCK) | 1) * sums[b];
     }
     return sum;
 }
 
-uint64_t fcu_sum_begin(uint64_t n) { return mix(n); }
+uint64_t fcs_begin(uint64_t n) { return mix(n); }
+
+/* -- of trainers --------------------------------------------------------------------------------------------- */
+
+static fcs_blocks *best(void)
+{
+#if defined(__x86_64__)
+    const char *wanted = getenv("FLOWCHECK_SIMD");
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && (!wanted || strcmp(wanted, "portable"));
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && (!wanted || strcmp(wanted, "avx2")))
+        return fcs_avx512;
+    if (avx2)
+        return fcs_avx2;
+#endif
+    return fcs_portable;
+}
+
+__attribute__((visibility("default"))) void fcs_checksums(const fcs_piece *pieces, uint64_t count, uint64_t *sums)
+{
+    fcs_blocks *blocks_of = best();
+    for (const fcs_piece *p = pieces; p < pieces + count; p++)
+        *sums++ = (p->from ? 0 : mix(p->whole)) +
+                  fcs_part(blocks_of, (const void *)(uintptr_t)p->data, p->from, p->n, (int)p->size);
+}

@@ -52,7 +52,7 @@ OP void NAME(any)(const uint8_t *data, int abreast, uint64_t k, uint64_t *sums, 
             NAME(blocks)(data + (uint64_t)b * BLOCK * size, 1, k, sums + b, size);
 }
 
-__attribute__((target(TARGET))) void NAME(fcu_sums)(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
+__attribute__((target(TARGET))) void NAME(fcs)(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
 {
     BY_SIZE(NAME(any), data, abreast, k, sums)
 }
