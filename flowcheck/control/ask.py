@@ -514,7 +514,7 @@ def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
         return GoneError(why, where=where)
     if response.status != 503:
         return AskError(why, where=where)
-    if not isinstance(told, dict):  # the API itself always says why
+    if not isinstance(told, dict) or told.get("full") is True:  # of no one thing that was asked for
         return FullError("refused: it serves as many as it can at once", where=where)
     hashed = told.get("hashed")
     return _Unhashed(why, hashed, where) if type(hashed) is int else BusyError(why, where=where)

@@ -114,7 +114,7 @@ class _Guard:
                 refused = JSONResponse({"why": f"this is for {' or '.join(allowed)}, the key is of"
                                                f" {' and '.join(sorted(roles))}"}, 403)
             elif (visitor := Visitor.of(scope)) is not None and not visitor.known(scope["path"] in ALWAYS):
-                refused = JSONResponse({"why": "as many readers as may be are being answered"}, 503,
+                refused = JSONResponse({"why": "as many readers as may be are being answered", "full": True}, 503,
                                        {"Retry-After": "1"} | _CLOSE)
             else:
                 await self._app(scope, receive, send)

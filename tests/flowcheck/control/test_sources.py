@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flowcheck.control import sources
-from flowcheck.control.ask import DISK, Node
+from flowcheck.control.ask import Node
 from flowcheck.control.sources import Key, NoSource, addresses, choose, fetch, look, offers_of, take
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import answering
-from flowcheck.node.api import make_app
-from flowcheck.node.holdings import DiskShelf
 
 from ..hand_api import KEY, HandApi, HandVersion, seal
 
@@ -229,33 +222,19 @@ def test_who_was_absent_is_said(near: HandApi, far: HandApi) -> None:
     assert fetch(look(nodes(near, far), None, None), (0, 7), {}).passed == (f"{far.name}: refused: busy",)
 
 
-def test_a_node_that_serves_as_many_as_it_can_is_asked_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("full", [b'{"why": "others are being answered", "full": true}', b"Service Unavailable"])
+def test_a_node_that_serves_as_many_as_it_can_is_asked_again(near: HandApi, monkeypatch, full: bytes) -> None:
     """All ranks of a job ask at the same time, and its server refuses those for whom it has no connection."""
-    monkeypatch.setattr(answering, "CONNECTIONS", 3)
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = answering.server_of(make_app({DISK: DiskShelf(tmp_path)}, KEY))
-    thread = threading.Thread(target=answering.serve, args=(server, listening))
-    thread.start()
-    address, pauses = listening.getsockname(), list[float]()
-    try:
-        with contextlib.ExitStack() as others:
-            for _ in range(3):
-                others.enter_context(contextlib.closing(socket.create_connection(address)))
-            assert offers_of([Node(address, KEY)]) == [
-                f"127.0.0.1:{address[1]}: refused: it serves as many as it can at once"]
+    near.answers["/v1/versions"] = 503, full
+    assert offers_of(nodes(near)) == [f"{near.name}: refused: it serves as many as it can at once"]
+    pauses = list[float]()
 
-            def sleep(seconds: float) -> None:
-                pauses.append(seconds)
-                others.close()
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        near.answers.clear()
 
-            monkeypatch.setattr(time, "sleep", sleep)
-            found = look([Node(address, KEY)], None, None)
-    finally:
-        server.should_exit = True
-        thread.join()
-    assert found.absent == () and pauses and all(0.5 <= one <= 1.5 for one in pauses)
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert look(nodes(near), None, None).absent == () and pauses and all(0.5 <= one <= 1.5 for one in pauses)
 
 
 @pytest.mark.parametrize("path", ["manifest.json", MODEL, OPTIMIZER, "user/0"])

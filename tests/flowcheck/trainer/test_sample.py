@@ -202,15 +202,12 @@ def test_every_record_has_a_sample(training, hand_node: HandNode) -> None:
 def test_the_sample_is_of_its_iteration(training, hand_node: HandNode) -> None:
     """Training goes on before it is sent."""
     one = training()
-    queued: list[Any] = []
     peer = joined(one, hand_node)
-    one.attachment._senders[0].put = lambda message, tensors: queued.append(tensors)
     due = []
     for number in range(3, 6):
         one.iterate()
         due.append(sample_of(one.values, {}, number))
-    assert [taken.text() for taken in queued] == due and len(set(due)) == 3
-    del one.attachment._senders[0].put
+    assert [peer.expect("record")["sample"] for _ in due] == due and len(set(due)) == 3
     peer.close()
 
 
