@@ -47,7 +47,7 @@ from flowcheck.rebuild.events import Event, Lost, Read, Skipped, Waiting, closed
 from flowcheck.rebuild.holes import Finality, HoleWatch
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
-from flowcheck.rebuild.records import RecordWait, StepRecord, StepRecords
+from flowcheck.rebuild.records import RanksDiffer, RecordWait, StepRecord, StepRecords
 from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, ArenaScheduler, Source
 from flowcheck.rebuild.timekeeper import Timekeeper
@@ -104,6 +104,7 @@ class Follower:
         self.closing_seconds = 0.0
         self._gap = False  # iterations were skipped
         self._over = False  # there is no more traffic
+        self._contradicted = ""  # by the record of another rank: an iteration that has been built with
         self._coming: int | None = None  # a state before this iteration is on its way
         self._ahead = False  # records run ahead of the traffic, and that was said
         self._pending: tuple[Judged, dict[str, int]] | None = None  # workers are at its version; what `grown` said
@@ -127,7 +128,13 @@ class Follower:
                 f" records further than {ahead} ahead are not kept",
             )]
         self._ahead = False
-        self.records.keep(iteration, record, rank, self.engine.oldest)
+        try:
+            self.records.keep(iteration, record, rank, self.engine.oldest)
+        except RanksDiffer as error:
+            if not error.closed or self.next is None:
+                raise
+            self._contradicted = error.what  # nobody knows whose state the versions since then are
+            return []
         if iteration in self.records:
             self.keeper.note("record", iteration)
         return []
@@ -178,6 +185,10 @@ class Follower:
 
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
+        if self._contradicted:
+            yield from self.settle()
+            why, self._contradicted = self._contradicted, ""
+            yield from self._lose(why, DIVERGED)
         taken = self.scheduler.poll()
         here = taken and not self.scheduler.by_threads  # else looking again at once would only take their processor
         moved = yield from self._heed(0 if here else LOOK_SECONDS)

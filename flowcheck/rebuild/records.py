@@ -23,10 +23,16 @@ from flowcheck.job.sampling import KEYS, Sample, state_name
 from flowcheck.rebuild.sampled import Sampled
 from updater.step import StepValues
 
-__all__ = ["RecordWait", "StepRecord", "StepRecords"]
+__all__ = ["RanksDiffer", "RecordWait", "StepRecord", "StepRecords"]
 
 CLOSED = 256  # iterations that have closed, whose records are held against those of slower ranks
 WAIT_SAID = 0.5  # seconds that a record may be later than its traffic before that is said
+
+
+class RanksDiffer(UserError):
+    """Two ranks said different things of one iteration. closed: it had been built with what one of them said."""
+
+    closed = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,9 @@ class StepRecords:
         if iteration < oldest:
             before = self._closed.get(iteration)
             if before is not None and _both(before, self._without_buffers(record)) is None:
-                raise self._differs(iteration, rank)
+                error = self._differs(iteration, rank)
+                error.closed = True
+                raise error
             return
         if record not in (self._kept.get(iteration), self._common.get(iteration)):  # else all of it was looked at
             self._check(iteration, record, f"rank {rank}")
@@ -113,8 +121,8 @@ class StepRecords:
             raise self._differs(iteration, rank)
         said[iteration] = both
 
-    def _differs(self, iteration: int, rank: int) -> UserError:
-        return UserError(
+    def _differs(self, iteration: int, rank: int) -> RanksDiffer:
+        return RanksDiffer(
             f"rank {rank} and another one sent different step records of iteration {self._clock.number(iteration)}",
             where=f"rank {rank}", remedy="learning rates, clipping and skipped steps that are the same on all ranks",
         )
