@@ -4,6 +4,7 @@
     found.begins(run, job, step, start)       a job is followed, whose first version may have this step
     found.verified(step)                      a version's own checksums matched
     found.diverged(step, why)                 they did not, of the version that was to be `step`
+    found.refuse(why)                         ranks contradict each other
     found.refused(run)                        why a run is not taken any more, "": it is
 
     notices = Notices(directory, node)        in another process
@@ -94,12 +95,19 @@ class Divergences:
         about = {"step": step, "verified": None if self.newest < 0 else self.newest, "times": times}
         self._say("diverged", **about, why=f"{why}; versions after the last one that was verified are withdrawn")
         if times >= MOST_DIVERGED:
-            self.refusing = self._refused[self._run] = (
+            self._refuse(
                 f"its versions have diverged from the trainer's {times} times, and a new state would be followed by"
                 f" wrong ones again: {why}. What changes the model, or the optimizer, that the job does not declare?"
-                " Another epoch is taken"
             )
         return new
+
+    def refuse(self, why: str) -> None:
+        """Ranks contradict each other: their states are not one, and no version is that of all."""
+        self._refuse(f"its ranks are not of one state any more: {why}")
+
+    def _refuse(self, why: str) -> None:
+        self.refusing = self._refused[self._run] = f"{why} Another epoch is taken" if why.endswith("?") else (
+            f"{why}. Another epoch is taken")
 
     def refused(self, run: Run, own_id: str = "") -> str:
         """own_id: of its start; one without a name is known by nothing else."""

@@ -69,6 +69,7 @@ from flowcheck.node.uploads import Asking, Beginnings
 from flowcheck.node.user_states import UserStates
 from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from flowcheck.rebuild.records import RanksDiffer
 from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
@@ -290,6 +291,8 @@ class Group(Membership):
         except FlowcheckError as error:
             self._say("refused", rank=inbound.member.rank, why=error.message())
             inbound.member.end(error.message())
+            if isinstance(error, RanksDiffer):
+                self._divergences.refuse(error.what)
 
     def _handle(self, inbound: Inbound) -> None:
         message, member = inbound.message, inbound.member
@@ -561,7 +564,7 @@ class Group(Membership):
         assert session is not None
         self._shadow.has(session.matches)
         if lost.diverged is not None:
-            self._diverged(session, lost.diverged, why)
+            self._diverged(session, lost.diverged, why, lost.apart)
         if lost.withdrawn:
             self.files.discard()
         if not self._by_ranges:
@@ -573,9 +576,11 @@ class Group(Membership):
         if not self._divergences.refusing:
             self._asking.ask(f"checkpoint wanted: {why}")
 
-    def _diverged(self, session: LiveSession, step: int, why: str) -> None:
-        """Versions after the last verified one may be wrong: nobody gets them any more."""
+    def _diverged(self, session: LiveSession, step: int, why: str, apart: bool) -> None:
+        """Versions after the last verified one may be wrong: nobody gets them any more. apart: as of Lost."""
         job, found = session.plan.job, self._divergences.diverged(step, why)
+        if apart:
+            self._divergences.refuse(why)
         self._writer.withdraw(self.name, self._folder(job), found)
         self._tell(Progress(Clock().made(step), DIVERGED))
 

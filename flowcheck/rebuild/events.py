@@ -91,11 +91,12 @@ def closed(
 class Lost(Event):
     """The chain of versions has ended; a state is needed to go on from. withdrawn: nothing of what was served until now
     may be any more. diverged: the step that was found to be wrong, None: none was. Those between the last verified one
-    and it are not served any more."""
+    and it are not served any more. apart: ranks contradict each other, so no version is the state of all."""
 
     why: str
     withdrawn: bool = False
     diverged: int | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 
 from parser.machine import Engine
 from parser.placers import Placers
@@ -188,7 +189,8 @@ class Follower:
         if self._contradicted:
             yield from self.settle()
             why, self._contradicted = self._contradicted, ""
-            yield from self._lose(why, DIVERGED)
+            for event in self._lose(why, DIVERGED):
+                yield replace(event, apart=True) if isinstance(event, Lost) else event
         taken = self.scheduler.poll()
         here = taken and not self.scheduler.by_threads  # else looking again at once would only take their processor
         moved = yield from self._heed(0 if here else LOOK_SECONDS)
