@@ -83,8 +83,8 @@ class Meta:
     status: how far it is known to be the trainer's (flowcheck/job/version_status.py). unproven: marks of the verdict
     (see flowcheck.rebuild.verdict); empty if every packet was checked. optimizer: name and groups in the
     job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in. shard: name
-    of the group of ranks whose state it is. matches: trainer checksums that had matched when it was made. start: as of
-    flowcheck.control.version.Version.
+    of the group of ranks whose state it is. matches: trainer checksums that had matched when it was made. start and
+    attached: as of flowcheck.control.version.Version.
     """
 
     run_id: str = ""
@@ -96,12 +96,14 @@ class Meta:
     shard: str = ""
     matches: int = 0
     start: str = ""
+    attached: str = ""
 
     @classmethod
     def of(cls, version: Version) -> Meta:
         """What a version says of itself, to be written again."""
         return cls(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
-                   version.rounding, version.shard, version.matches, version.start)
+                   version.rounding, version.shard, version.matches, version.start,
+                   version.attached)
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,7 @@ def _about(step: int, meta: Meta) -> dict[str, Any]:
         "shard": meta.shard, "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
         "rounding": meta.rounding, "matches": meta.matches,
         **({"start": meta.start} if meta.start else {}),
+        **({"attached": meta.attached} if meta.attached else {}),
     }
 
 

@@ -38,6 +38,7 @@ import torch
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.pace import Pace
+from flowcheck.control.proof import PROOF, Proven, answered, authorization, nonce_in, place_of
 from flowcheck.control.protocol import MAGIC
 from flowcheck.control.receiving import RATE, SECONDS, AskError, Hashing, Received, Stream
 from flowcheck.control.start import Key, line_of
@@ -80,7 +81,8 @@ class Offer:
     whose own states it has: first and last rank of each row of them. age_steps: that the trainers are known to have
     made since. age_seconds: since it was published. None: the node does not know. matches: checksums of the trainer
     that had matched when it was published, as far as the node says it. start: of which start of the job's trainers it
-    is (flowcheck/control/start.py), "": the node does not say it."""
+    is (flowcheck/control/start.py), "": the node does not say it. attached: a node vouches that trainers have attached
+    with that run and epoch."""
 
     id: str
     tier: str
@@ -95,6 +97,7 @@ class Offer:
     age_seconds: float | None = None
     matches: int = 0
     start: str = ""
+    attached: bool = False
 
     @property
     def key(self) -> Key:
@@ -125,7 +128,8 @@ class Offer:
         values["status"] = str(VersionStatus.of(values["status"], values["step"]))
         return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
                    age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0),
-                   start=start if isinstance(start := said.get("start"), str) else "")
+                   start=start if isinstance(start := said.get("start"), str) else "",
+                   attached=said.get("attached") is True)
 
 
 def _age(said: Any) -> Any:
@@ -165,8 +169,8 @@ def _spans(said: Any, where: str) -> tuple[tuple[int, int], ...]:
 
 
 class Node:
-    """address: host and port of a node's API. key: of `reader_key`. seconds: that it may be silent. tls: None: not
-    encrypted. pace: at which files are read; None: as they come."""
+    """address: host and port of a node's API. key: of `reader_key`, or one that is proven (proof.py). seconds: that
+    it may be silent. tls: None: not encrypted. pace: at which files are read; None: as they come."""
 
     def __init__(
         self, address: tuple[str, int], key: str, seconds: float = SECONDS, tls: ssl.SSLContext | None = None,
@@ -180,6 +184,7 @@ class Node:
         self.plain: socket.socket | None = None  # what the answer that is open comes over; None: encrypted
         host, port = address
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._mac = ""  # of the question that was asked last
         self.received = 0  # bytes of tensors
         self.silent: list[str] = []  # tiers
         self.withheld: list[str] = []  # reasons
@@ -190,6 +195,7 @@ class Node:
         self.busy = False  # it had no slot for a reader for as long as that is waited for
         self.gone: set[str] = set()  # versions that were refused as if they had made room
         self.epochs: dict[str, int] = {}  # the newest of each run of which it has anything, withheld or not
+        self.attached: dict[str, int] = {}  # of these, the newest that a node vouches for
 
     def again(self, seconds: float | None = None) -> Node:
         """The same node, over a connection of its own. seconds: that it may be silent there."""
@@ -215,13 +221,15 @@ class Node:
         whys = [one.get("why") for one in withheld if isinstance(one, dict)] if isinstance(withheld, list) else []
         self.withheld = [" ".join(why[:MOST_WHY].split()) for why in whys[:1] if isinstance(why, str)]
         self.diverged = Divergence.all_of(said.get("diverged"))
-        self.epochs = {}
+        self.epochs, self.attached = {}, {}
         for one in [*listed, *(withheld if isinstance(withheld, list) else [])]:
             run_id, epoch = (one.get("run_id"), one.get("epoch")) if isinstance(one, dict) else (None, None)
             if isinstance(run_id, str) and type(epoch) is int and epoch >= 0:
                 if epoch >= MOST_EPOCHS:
                     raise AskError(f"lists an epoch that is none: {str(epoch)[:20]}", where=self.name)
                 self.epochs[run_id] = max(epoch, self.epochs.get(run_id, 0))
+                if one.get("attached") is True:
+                    self.attached[run_id] = max(epoch, self.attached.get(run_id, 0))
         offers = [Offer.of(one, self.name) for one in listed]
         if said.get("statuses") == OWN:
             return offers
@@ -366,6 +374,7 @@ class Node:
                     raise AskError("an answer that is too long", where=self.name)
             if response.length:  # http.client says nothing of it where a part at a time is read
                 raise ConnectionResetError("closed before its end")
+            self._check(response, text)
             return text
         except (OSError, http.client.HTTPException) as error:
             raise self.lost(error) from None
@@ -377,9 +386,10 @@ class Node:
         status than is due; OSError and HTTPException."""
         self.close()
         connection = self._connection = self._connect()
-        headers = {"Authorization": f"Bearer {self._key}", "Accept-Encoding": "identity"}
-        if first:
-            headers["Range"] = f"bytes={first}-"
+        span = f"bytes={first}-" if first else ""
+        headers = {"Accept-Encoding": "identity"} | ({"Range": span} if span else {})
+        headers["Authorization"] = (self._prove(connection, path, span) if isinstance(self._key, Proven) else
+                                    f"Bearer {self._key}")
         connection.request("GET", path, headers=headers)
         assert connection.sock is not None
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -387,10 +397,43 @@ class Node:
         response = self._response = connection.getresponse()
         self.answered = True
         if response.status != (206 if first else 200):
-            raise _refusal(response, self.name)
+            raise _refusal(response, self.name, isinstance(self._key, Proven))
         assert self._paced is not None
         self._paced.room += 2 * most  # chunks have heads, too
         return response
+
+    def _prove(self, connection: http.client.HTTPConnection, path: str, span: str) -> str:
+        """What to say instead of a key, once the node has asked for it (proof.py). Raises as `open`."""
+        key = self._key
+        assert isinstance(key, Proven)
+        connection.request("GET", path, headers={"Accept-Encoding": "identity"} | ({"Range": span} if span else {}))
+        assert connection.sock is not None
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # the next request follows at once
+        response = connection.getresponse()
+        self.answered = True
+        if response.status != 401:
+            if response.status == 200:
+                raise AskError("gives what it has to everybody: no node of this release does", where=self.name)
+            raise _refusal(response, self.name)
+        nonce = nonce_in(", ".join(response.headers.get_all("WWW-Authenticate") or ()))
+        response.read(MOST_HEAD)
+        if not nonce:
+            raise AskError("asks for a key, and for no proof: it is of an earlier release", where=self.name)
+        if connection.sock is None:  # it has ended the connection
+            connection.connect()
+        assert connection.sock is not None
+        shown, self._mac = authorization(key.secret, "GET", path, span, nonce,
+                                         place_of(connection.sock.getpeername()), self.name)
+        return shown
+
+    def _check(self, response: http.client.HTTPResponse, body: bytearray) -> None:
+        """Is it the answer of somebody who knows the nodes' token? Raises AskError."""
+        if not isinstance(self._key, Proven):
+            return
+        wanted = answered(self._key.secret, self._mac, response.status, body)
+        if not hmac.compare_digest(wanted.encode(), (response.headers.get(PROOF) or "").encode()):
+            raise AskError("does not prove that it knows the nodes' token (tokens.peer): it is not one of these nodes",
+                           where=self.name)
 
     def _connect(self) -> http.client.HTTPConnection:
         connection: Any = (
@@ -499,8 +542,8 @@ def _place(name: str, digest: Digest, given: torch.Tensor | None) -> Received:
     return Received(name, tensor, digest.sha256, given)
 
 
-def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
-    """What a node says when it refuses."""
+def _refusal(response: http.client.HTTPResponse, where: str, proven: bool = False) -> AskError:
+    """What a node says when it refuses. proven: it was shown a proof, and no key."""
     try:
         told = json.loads(response.read(4096))
     except (ValueError, RecursionError, OSError, http.client.HTTPException):
@@ -508,7 +551,7 @@ def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
     said = told.get("why", "") if isinstance(told, dict) else ""
     said = " ".join(said.split()) if isinstance(said, str) else ""  # one line: more would pass for lines of ours
     if response.status == 401:
-        return AskError("the token is wrong", where=where)
+        return AskError(f"refuses the proof: {said}" if proven else "the token is wrong", where=where)
     why = f"refused: {said or f'status {response.status}'}"
     if response.status == 404:
         return GoneError(why, where=where)

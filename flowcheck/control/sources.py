@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import torch
 
+from flowcheck.control.address import host_and_port
 from flowcheck.control.ask import (
     MOST_FAILED,
     TIERS,
@@ -44,6 +45,7 @@ from flowcheck.job.version_status import VersionStatus
 __all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "offers_of", "take"]
 
 MOST_ROUNDS = 16
+MOST_AHEAD = 1 << 20  # epochs of which nobody vouches for one: a planted one that is further leaves none for later
 MOST_SAME = 4  # of one version, that a tier of a node lists
 BUSY_SECONDS = 30.0  # a version that is not read any more is held for 20
 QUEUE_SECONDS = 1800.0  # that a node may have no connection left for a file: as many ranks read from it as it serves
@@ -61,7 +63,8 @@ class Found:
     absent: of each node that did not answer, its name and why. withheld: of each that has versions and does not offer
     them yet, its name and why the newest is not. lacks: "run" or "shard": there are versions, and none of that one;
     other: whose they are, in words. newest: the newest epoch of the run of which they have anything, of whatever shard,
-    withheld or not; -1: they have nothing of it."""
+    withheld or not; -1: they have nothing of it. Versions of epochs that are newer than all that a node vouches for, if
+    one vouches for any, are no places: nobody has attached with them."""
 
     run_id: str
     shard: str
@@ -123,21 +126,12 @@ def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
     texts = nodes.split(",") if isinstance(nodes, str) else list(nodes)
     out = []
     for text in texts:
-        host, _, port = text.strip().rpartition(":") if isinstance(text, str) else ("", "", "")
-        if not _is_name(host) or not (port.isdecimal() and len(port) <= 5) or not 0 < int(port) < 65536:
+        if (found := host_and_port(text.strip() if isinstance(text, str) else text)) is None:
             raise UserError(f"{text!r} is not an address", where="nodes", remedy="HOST:PORT of a node's api.listen")
-        out.append((host.strip("[]"), int(port)))
+        out.append(found)
     if not out or len(set(out)) < len(out):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="nodes", remedy="each node once")
     return out
-
-
-def _is_name(host: str) -> bool:
-    try:
-        host.encode("idna")
-    except UnicodeError:
-        return False
-    return bool(host) and host.isprintable()
 
 
 def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
@@ -162,6 +156,9 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
                for offer in answer if node.failed[offer.tier] < MOST_FAILED
                and not VersionStatus.of(offer.status).diverged]
     run_id, of_run = _only("run_id", run_id, offered)
+    vouched = max((epoch for node in nodes for run, epoch in node.attached.items() if run_id in ("", run)), default=-1)
+    strange = sorted({offer.epoch for _, offer in of_run if 0 <= vouched < offer.epoch})
+    of_run = [(node, offer) for node, offer in of_run if offer.epoch not in strange]
     said = shard
     shard, places = _only("shard", shard, of_run)
     if said is None and shard and (gone := [answer for answer in answers if isinstance(answer, str)]):
@@ -173,9 +170,11 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     elif of_run and not places:
         lacks, other = "shard", f"run {run_id!r} has nothing of shard {shard!r}; it has {_named('shard', of_run)}"
     epochs = [epoch for node in nodes for run, epoch in node.epochs.items() if run_id in ("", run)]
-    newest = max(epochs, default=-1)
+    newest = max((epoch for epoch in epochs if not 0 <= vouched < epoch - MOST_AHEAD), default=-1)
+    unknown = tuple(f"epoch {epoch}: is there, and no node vouches that trainers have attached with it"
+                    for epoch in strange[-1:])
     return Found(run_id, shard, tuple(sorted(places, key=lambda place: TIERS.index(place[1].tier))), absent,
-                 tuple(f"{node.name}: {why}" for node in nodes for why in node.withheld), lacks, other, newest)
+                 (*(f"{node.name}: {why}" for node in nodes for why in node.withheld), *unknown), lacks, other, newest)
 
 
 def _named(name: str, offered: list[tuple[Node, Offer]]) -> str:

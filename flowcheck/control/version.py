@@ -65,6 +65,8 @@ class Version:
         `state.<parameter>.<key>`.
     matches: checksums of the trainer that had matched when it was made.
     start: of which start of the job's trainers it is (flowcheck/control/start.py); "": not said.
+    attached: what a node that knows the nodes' token says of run and epoch: trainers have attached with them there
+        (proof.voucher); "": nobody says it.
     """
 
     run_id: str
@@ -78,6 +80,7 @@ class Version:
     files: Mapping[str, Mapping[str, Digest]]
     matches: int = 0
     start: str = ""
+    attached: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +103,7 @@ class Version:
             "schema": SCHEMA, "run_id": self.run_id, "epoch": self.epoch, "step": self.step, "shard": self.shard,
             "status": self.status, "unproven": list(self.unproven), "optimizer": dict(self.optimizer),
             "rounding": self.rounding, "matches": self.matches, **({"start": self.start} if self.start else {}),
-            "files": files,
+            **({"attached": self.attached} if self.attached else {}), "files": files,
         })
 
     @classmethod
@@ -114,6 +117,8 @@ class Version:
         # Those that are older do not say it.
         document = {"shard": "", "matches": int(document.get("status") == VERIFIED), "start": "", **document}
         check_fields(document, _FIELDS, where)
+        if not isinstance(document.get("attached", ""), str):
+            raise _refuse("attached is not a text", where)
         if set(document["files"]) != {MODEL, OPTIMIZER}:
             raise _refuse(f"files are not {MODEL} and {OPTIMIZER}", where)
         files = {file: digests(document["files"][file], f"{where}: {file}") for file in (MODEL, OPTIMIZER)}
@@ -124,7 +129,7 @@ class Version:
         return cls(
             document["run_id"], document["epoch"], document["step"], document["shard"], status_of(document),
             tuple(document["unproven"]), document["optimizer"], document["rounding"], files, document["matches"],
-            document["start"],
+            document["start"], document.get("attached", ""),
         )
 
 

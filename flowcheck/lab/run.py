@@ -368,7 +368,7 @@ class LabRun:
             directory = self.out / f"holder{number}"
             directory.mkdir(exist_ok=True)
             tables: dict[str, dict[str, Any]] = {
-                "": {"name": f"{config.name}.holder{number}"}, "tokens": {"reader": str(token)},
+                "": {"name": f"{config.name}.holder{number}"}, "tokens": {"reader": str(token), "peer": str(token)},
                 "api": {"listen": self.members[config.nodes + number], "insecure": True},
                 "protect": {"directory": str(self.fabric.shared), **self._node_settings.get("protect", {})},
             }

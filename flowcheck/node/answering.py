@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, STORE, Node
+from flowcheck.control.proof import Proven
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
@@ -40,6 +41,7 @@ from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
 from flowcheck.node.parity_shelf import OTHERS_SECONDS, ParityShelf, Placed, StreamShelf
 from flowcheck.node.sending import Offering
 from flowcheck.node.store_shelf import StoreShelf
+from flowcheck.node.tokens import vouched
 
 __all__ = ["main", "serve", "server_of"]
 
@@ -168,22 +170,22 @@ def main() -> int:
     said = begun()
     if not said:
         return 0
-    signs, needs = silent_output(), said["shadow"]
+    signs, needs, settings = silent_output(), said["shadow"], _Settings(said)
     shelves: dict[str, Shelf] = {}
     if said["follows"]:
-        shelves[MEMORY] = MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"], needs=needs)
+        shelves[MEMORY] = MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"], needs=needs,
+                                      vouch=lambda run_id, epoch: vouched(settings.keys, run_id, epoch))
     if said["copies"]:
         shelves[COPY] = DiskShelf(Path(said["copies"]), tier=COPY, needs=needs)
     if said["follows"]:
         shelves[DISK] = DiskShelf(Path(said["checkpoints"]), needs=needs)
-    settings = _Settings(said)
     streams = None
     if parity := said["parity"]:
         directory, tls = Path(parity["directory"]), client_context(parity["ca"]) if parity["ca"] else None
         others = parity["others"]
         placed = Placed(Path(parity["placement"]), said["node"]) if others is None else lambda: others
         shelves[PARITY] = ParityShelf(directory, lambda: [
-            Node((host, port), settings.shown, OTHERS_SECONDS, tls) for host, port in placed()
+            Node((host, port), Proven(settings.shown), OTHERS_SECONDS, tls) for host, port in placed()
         ], parity["most"], needs=needs)
         streams = StreamShelf(directory)
     if store := said["store"]:
@@ -192,7 +194,8 @@ def main() -> int:
     for shelf in shelves.values():
         shelf.notices = notices
     glance = Glance(said["board"]) if said["board"] >= 0 else None
-    server = server_of(make_app(shelves, lambda: settings.keys, glance, streams, notices), settings.listening())
+    server = server_of(make_app(shelves, lambda: settings.keys, glance, streams, notices, said["names"]),
+                       settings.listening())
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
     gc.collect()
     gc.freeze()  # what stays: it is not looked through each time

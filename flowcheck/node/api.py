@@ -31,7 +31,7 @@ import hmac
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -39,13 +39,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flowcheck import __version__
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
-from flowcheck.control.ask import COPY, DISK, MEMORY
+from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, Offer
 from flowcheck.control.ask import OWN as OF_ITS_OWN
 from flowcheck.control.messages import MOST_RANKS
+from flowcheck.control.proof import PROOF, SCHEME, Questions, answered, place_of, voucher
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.allocator import give_back
@@ -56,7 +57,7 @@ from flowcheck.node.doors.http_door import Visitor
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
 from flowcheck.node.parity_shelf import ROW, StreamShelf
 from flowcheck.node.sending import FromMemory
-from flowcheck.node.tokens import HTTP_ROLES
+from flowcheck.node.tokens import HTTP_ROLES, PEER, peers_of
 from flowcheck.node.told import PAGE, PATHS, Told
 
 __all__ = ["OPEN", "make_app", "may"]
@@ -78,19 +79,26 @@ _PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", char
 
 def make_app(
     shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys], glance: Glance | None = None,
-    streams: StreamShelf | None = None, notices: Notices | None = None,
+    streams: StreamShelf | None = None, notices: Notices | None = None, names: Collection[str] = (),
 ) -> ASGIApp:
-    """shelves: by tier. keys: those that are accepted now, each with the roles that show it; one text is of all.
-    glance: at what the node tells of itself. streams: of parity, if it keeps any. notices: of what has diverged."""
-    return _Guard(_Api(shelves, glance, streams, notices).app, keys)
+    """shelves: by tier. keys: those that are accepted now, each with the roles that show it, or PEER alone: those are
+    proven; one text is of all. glance: at what the node tells of itself. streams: of parity, if it keeps any.
+    notices: of what has diverged. names: what other nodes may call this one besides its addresses."""
+    now = _now(keys)
+    return _Guard(_Api(shelves, glance, streams, notices, lambda: peers_of(now())).app, now, names)
+
+
+def _now(keys: str | Callable[[], Keys]) -> Callable[[], Keys]:
+    one: Keys = {keys: HTTP_ROLES} if isinstance(keys, str) else {}
+    return (lambda: one) if isinstance(keys, str) else keys
 
 
 def may(path: str) -> Collection[str]:
     """Roles that a path is for. Whatever is not named here is the operator's: a new route is in nobody else's hands."""
     if path == VERSIONS or path.startswith(f"{VERSIONS}/"):
-        return ("trainer", "reader")
+        return ("trainer", "reader", PEER)
     if path == PIECES or path.startswith(f"{PIECES}/"):
-        return ("reader",)
+        return ("reader", PEER)
     if path in PATHS:
         return ("reader", "operator")
     return HTTP_ROLES if path in ("/v1/status", "/openapi.json") else ("operator",)
@@ -99,19 +107,27 @@ def may(path: str) -> Collection[str]:
 class _Guard:
     """Lets nobody in who does not show a key of a role that may, whatever he asks for."""
 
-    def __init__(self, app: ASGIApp, keys: str | Callable[[], Keys]) -> None:
-        one: Keys = {keys: HTTP_ROLES} if isinstance(keys, str) else {}
-        self._app, self._keys = app, (lambda: one) if isinstance(keys, str) else keys
+    def __init__(self, app: ASGIApp, keys: str | Callable[[], Keys], names: Collection[str] = ()) -> None:
+        self._app, self._keys = app, _now(keys)
+        self._questions = Questions(names)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != OPEN:
-            roles = self._roles(scope["headers"])
+            why, roles = "the key is missing or wrong", self._roles(scope["headers"])
+            if not roles and (proof := _proof(scope["headers"])):
+                proven = self._proven(scope, proof)
+                if isinstance(proven, str):
+                    why = proven
+                else:
+                    roles, send = {PEER}, _signed(send, *proven)
             if not roles:
                 asked = _PASSWORD if scope["path"] == PAGE else "Bearer"
-                refused = JSONResponse({"why": "the key is missing or wrong"}, 401,
-                                       {"WWW-Authenticate": asked} | _CLOSE)
+                if peers_of(self._keys()):
+                    asked = f"{asked}, {self._questions.challenge()}"
+                refused = JSONResponse({"why": why}, 401, {"WWW-Authenticate": asked} | _CLOSE)
             elif roles.isdisjoint(allowed := may(scope["path"])):
-                refused = JSONResponse({"why": f"this is for {' or '.join(allowed)}, the key is of"
+                shown = [role for role in allowed if role != PEER]
+                refused = JSONResponse({"why": f"this is for {' or '.join(shown)}, the key is of"
                                                f" {' and '.join(sorted(roles))}"}, 403)
             elif (visitor := Visitor.of(scope)) is not None and not visitor.known(scope["path"] in ALWAYS):
                 refused = JSONResponse({"why": "as many readers as may be are being answered", "full": True}, 503,
@@ -123,6 +139,14 @@ class _Guard:
             return
         await self._app(scope, receive, send)
 
+    def _proven(self, scope: Scope, shown: str) -> tuple[bytes, str] | str:
+        """The key that was proven and the mac of the question; text: why none was."""
+        keys = peers_of(self._keys())
+        path, query = bytes(scope.get("raw_path") or scope["path"].encode()), bytes(scope["query_string"])
+        target = (path + (b"?" + query if query else b"")).decode("latin-1")
+        span = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"range"), "")
+        return self._questions.check(shown, keys, scope["method"], target, span, place_of(scope.get("server")))
+
     def _roles(self, headers: Iterable[tuple[bytes, bytes]]) -> set[str]:
         given = [value for name, value in headers if name == b"authorization"]
         roles: set[str] = set()
@@ -130,7 +154,7 @@ class _Guard:
             shown = _key(given[0])
             for key, names in self._keys().items():  # all of them, so that it takes as long whichever it is
                 if hmac.compare_digest(shown, key.encode()):
-                    roles.update(names)
+                    roles.update(set(names) - {PEER})
         return roles
 
 
@@ -145,12 +169,40 @@ def _key(shown: bytes) -> bytes:
         return b""
 
 
+def _proof(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """An Authorization header that proves a key, "": there is none."""
+    given = [value for name, value in headers if name == b"authorization"]
+    return given[0].decode("latin-1") if len(given) == 1 and given[0].startswith(SCHEME.encode()) else ""
+
+
+def _signed(send: Send, key: bytes, mac: str) -> Send:
+    """The same, with the proof of an answer whose whole body is there when it begins. A file's bytes have hashes in a
+    manifest, and go past this one (sending.py)."""
+    held: Message | None = None
+
+    async def out(message: Message) -> None:
+        nonlocal held
+        if message["type"] == "http.response.start" and all(name != b"etag" for name, _ in message["headers"]):
+            held = message
+            return
+        if held is not None:
+            start, held = held, None
+            if not message.get("more_body"):
+                proof = answered(key, mac, start["status"], message.get("body", b""))
+                start["headers"] = [*start["headers"], (PROOF.lower().encode(), proof.encode())]
+            await send(start)
+        await send(message)
+
+    return out
+
+
 class _Api:
     def __init__(
         self, shelves: Mapping[str, Shelf], glance: Glance | None = None, streams: StreamShelf | None = None,
         notices: Notices | None = None,
+        peers: Callable[[], Sequence[bytes]] = list,
     ) -> None:
-        self._tiers, self._streams, self._notices = tuple(shelves), streams, notices
+        self._tiers, self._streams, self._notices, self._peers = tuple(shelves), streams, notices, peers
         self._shelves = {**shelves, **({ROW: streams} if streams is not None else {})}
         self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in self._shelves}
         self._looks: dict[str, tuple[float, asyncio.Future[list[Holding]]]] = {}  # by tier: since when one is under way
@@ -241,11 +293,13 @@ class _Api:
         if asked:
             await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
         absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
-        offers = [self._shelves[tier].judged(one.offer) for tier, task in asked.items() if tier not in absent
-                  for one in task.result()]
+        peers = self._peers()
+        offers = [replace(self._shelves[tier].judged(one.offer), attached=_attached(one, peers))
+                  for tier, task in asked.items() if tier not in absent for one in task.result()]
         order = list(asked)
         offers.sort(key=lambda offer: (-offer.epoch, -offer.step, order.index(offer.tier)))
-        whys = [(offer, self._shelves[offer.tier].withheld(offer)) for offer in offers]
+        whys = [(offer, self._shelves[offer.tier].withheld(offer) or (_unvouched(offer) if peers else ""))
+                for offer in offers]
         return ([asdict(offer) for offer, why in whys if not why],
                 [asdict(offer) | {"why": why} for offer, why in whys if why], absent)
 
@@ -320,6 +374,20 @@ class _Api:
         if not tier or (tier == ROW) != request.scope["path"].startswith(PIECES):
             raise Gone("there is no such version", where=id[:64])
         return tier, await self._on(tier, self._shelves[tier].hold, id)
+
+
+def _attached(one: Holding, peers: Sequence[bytes]) -> bool:
+    """Does a node that knows the nodes' token vouch for its run and epoch? What is in memory here has come here."""
+    return one.offer.tier == MEMORY or any(hmac.compare_digest(
+        one.attached.encode(), voucher(key, one.offer.run_id, one.offer.epoch).encode()) for key in peers)
+
+
+def _unvouched(offer: Offer) -> str:
+    """Why what was made of another node's version is not offered, "": it is."""
+    if offer.attached or offer.tier not in (COPY, PARITY):
+        return ""
+    return (f"no node of these vouches that trainers have attached with epoch {offer.epoch} of it: it is of an earlier"
+            " release, of a token that was replaced, or of nobody here")
 
 
 def _newest(said: Iterable[Said]) -> list[Said]:

@@ -66,7 +66,8 @@ _BYTES = {"type": "string", "format": "binary"}
 REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
 _TEXT = {"type": "string"}
 _TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
-          "shard": "string", "status": "string", "nbytes": "integer", "matches": "integer", "start": "string"}
+          "shard": "string", "status": "string", "nbytes": "integer", "matches": "integer", "start": "string",
+          "attached": "boolean"}
 
 
 def describe(open_path: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from flowcheck.control.address import host_and_port
 from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -34,7 +35,7 @@ SKELETON = "dma_skeleton"  # each time it is named, another engine is meant
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     @field_validator("*")
     @classmethod
@@ -56,7 +57,7 @@ def _wrong(key: str, what: str) -> PydanticCustomError:
 
 
 def _listens(text: str) -> str:
-    if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+):[0-9]{1,5}", text) or int(text.rpartition(":")[2]) > 65535:
+    if host_and_port(text, 0, brackets=True) is None:
         raise ValueError("HOST:PORT, an IPv6 address in brackets")
     return text
 
@@ -83,8 +84,9 @@ class Control(_Part):
 
 
 def _host_and_port(listen: str) -> tuple[str, int]:
-    host, _, port = listen.rpartition(":")
-    return host.strip("[]"), int(port)
+    found = host_and_port(listen, 0)
+    assert found is not None  # _listens has looked at it
+    return found
 
 
 def _other_nodes(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -333,6 +335,8 @@ class Protect(_Part):
 
     registry: endpoints of etcd, in which nodes of one `cluster` find each other; their root then says whose copies a
     node keeps, beside `copies`, and who makes a group with parity. registry_ca: as tls.ca, of https:// endpoints.
+    registry_cert, registry_key: PEM files of a certificate that this node shows there. registry_user: whom it logs in
+    as, with the first line of registry_password_file.
     replicas: of each node's state, its own counts; None: 2, and where there is parity, 1. grace: seconds that who is
     there must differ before the root changes anything. advertise: HOST:PORT of api.listen as other nodes reach it.
     host, leaf, rack: what this node may be lost with. standby: it has no place until it takes that of one that is lost.
@@ -351,6 +355,10 @@ class Protect(_Part):
     journal: dict[str, str] = {}
     registry: Annotated[tuple[str, ...], Field(max_length=16)] = ()
     registry_ca: str = ""
+    registry_cert: Path | None = None
+    registry_key: Path | None = None
+    registry_user: Annotated[str, Field(max_length=256)] = ""
+    registry_password_file: Path | None = None
     cluster: Annotated[str, Field(min_length=1, max_length=64)] = "default"
     replicas: Annotated[int, Field(ge=2, le=16)] | None = None
     grace: Annotated[float, Field(ge=1, le=86400)] = 10.0
@@ -364,6 +372,14 @@ class Protect(_Part):
     replace_seconds: Annotated[float, Field(ge=1, le=86400)] = 900.0
 
     _addresses = field_validator("copies", "group")(_other_nodes)
+
+    @field_validator("registry")
+    @classmethod
+    def _endpoints(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if any("@" in one for one in given):  # said here, before anything can be printed
+            raise ValueError("has a user or a password in an endpoint: give protect.registry_user and"
+                             " protect.registry_password_file")
+        return given
 
     @field_validator("advertise")
     @classmethod
@@ -393,12 +409,28 @@ class Protect(_Part):
             raise _wrong("mb_per_second", f"{self.mb_per_second} for {together} versions that may be pulled at once:"
                          f" {SLOWEST} for each at least, or their nodes end it")
         _other_nodes(tuple(self.journal.values()))
+        self._check_login()
         for key in ("standby", "own", "replace"):
             if getattr(self, key) and not self.registry:
                 raise _wrong(key, "is for nodes that find each other: protect.registry is missing")
         if self.replace and not self.replace[0]:
             raise _wrong("replace", "names no program")
         return self
+
+    def _check_login(self) -> None:
+        """Credentials are used, or refused here. Raises PydanticCustomError."""
+        if bool(self.registry_user) != (self.registry_password_file is not None):
+            raise _wrong("registry_user", "needs protect.registry_password_file, and the other way round")
+        if (self.registry_cert is None) != (self.registry_key is None):
+            raise _wrong("registry_cert", "needs protect.registry_key, and the other way round")
+        given = [key for key in ("registry_user", "registry_cert") if getattr(self, key)]
+        if given and not self.registry:
+            raise _wrong(given[0], "is for etcd: protect.registry is missing")
+        for one in self.registry:
+            place = host_and_port(one.lower().removeprefix("http://").removesuffix("/"))
+            near = place is not None and _is_loopback(place[0])
+            if one.lower().startswith("http:") and (self.registry_cert or (self.registry_user and not near)):
+                raise _wrong("registry", f"{one} is not encrypted, and {given[-1]} is given: https://")
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -555,11 +587,12 @@ class NodeConfig(_Part):
     def _known(self) -> Self:
         if self.capture and "trainer" not in self.token_files:
             raise _wrong("control.token_file", "is missing: without a token of trainers there is nobody to follow")
-        if self.protect is not None and "reader" not in self.token_files:
-            raise _wrong("tokens.reader", "is missing, and protect.copies names nodes that ask for one")
+        if self.protect is not None and "peer" not in self.token_files:
+            raise _wrong("tokens.peer", "is missing: nodes that keep copies prove to each other that they know one, and"
+                         " sign with it what they say in a registry")
         journal = tuple(self.protect.journal) if self.protect is not None else ()
         asked = (("replica.peers", self.replica.peers, "peer"), ("common.nodes", self.common.nodes, "peer"),
-                 ("protect.journal", journal, "peer"), ("replica.peer_versions", self.replica.peer_versions, "reader"))
+                 ("protect.journal", journal, "peer"), ("replica.peer_versions", self.replica.peer_versions, "peer"))
         for key, nodes, role in asked:
             if nodes and role not in self.token_files:
                 raise _wrong(f"tokens.{role}", f"is missing, and {key} names nodes that ask for one")

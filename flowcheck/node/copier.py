@@ -39,6 +39,7 @@ from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.pace import Pace
+from flowcheck.control.proof import Proven
 from flowcheck.control.sources import addresses
 from flowcheck.control.start import line_of, order
 from flowcheck.control.tls import client_context
@@ -187,9 +188,10 @@ class Copier:
             raise failed[0]
 
     def _due(self, node: Node, offers: Sequence[Offer]) -> Offer | None:
-        """The newest that is wanted, from the nearest tier; None: it is here, or there is none. It is of the run that
-        the node follows now, where that has one: an earlier run may have come further."""
-        wanted = [one for one in offers if one.tier in TIERS and one.step % self._rules.every == 0]
+        """The newest that is wanted, of what a follower of its run vouches for, from the nearest tier; None: it is
+        here, or there is none. It is of the run that the node follows now, where that has one: an earlier run may have
+        come further."""
+        wanted = [one for one in offers if one.tier in TIERS and one.attached and one.step % self._rules.every == 0]
         wanted = _followed(offers, wanted) or wanted
         if not wanted:
             return None
@@ -313,11 +315,15 @@ class _Sources:
                     raise
 
     def node(self, address: tuple[str, int]) -> Node:
-        """One that is shown this node's key. What comes from here takes nobody's network."""
-        node = Node(address, self._said["key"], tls=self._tls(), pace=self._pace)
+        """One to which this node proves its key. What comes from here takes nobody's network."""
+        node = Node(address, Proven(self._said["key"]), tls=self._tls(), pace=self._pace)
         if node.name == self._said["own"]:
             node.pace = None
         return node
+
+    def keys(self) -> list[bytes]:
+        """With which what members say in the registry is signed, the newest first."""
+        return [bytes.fromhex(key) for key in self._said["keys"]]
 
     def _tls(self) -> ssl.SSLContext | None:
         return client_context(self._said["ca"]) if self._said["ca"] else None
@@ -387,7 +393,7 @@ def main() -> int:
     if settings["registry"] is not None:
         streams = Streams(Path(parity["directory"])).held if parity is not None else list
         given = (settings["registry"], Path(settings["registry"]["kept"]), copier.held, streams, sources.placed,
-                 sources.node, say, ending)
+                 sources.node, sources.keys, say, ending)
         sitting = threading.Thread(target=sit, args=given, daemon=True, name="flowcheck registry")
         sitting.start()
     journals = [sources.journal((host, port), (other, at), say) for (host, port), (other, at) in settings["journal"]]

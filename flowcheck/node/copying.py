@@ -8,18 +8,21 @@ It has the cores that no capture is pinned to, at a lower priority. The process 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from flowcheck.control.tls import client_context
+from flowcheck.control.proof import node_key
+from flowcheck.control.tls import client_context, server_context
 from flowcheck.durable import check_writable
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.beside import Beside
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config import NodeConfig, read_token, read_tokens
 from flowcheck.node.etcd import check_endpoints
+from flowcheck.node.tokens import PEER
 from updater.reader import not_mine
 
 __all__ = ["Copying", "check_copies"]
@@ -36,6 +39,8 @@ class Copying(Beside):
         assert protect is not None and directory is not None
         registry = {
             "endpoints": list(protect.registry), "cluster": protect.cluster, "ca": protect.registry_ca,
+            "cert": [str(protect.registry_cert), str(protect.registry_key)] if protect.registry_cert else None,
+            "user": protect.registry_user, "password": str(protect.registry_password_file or ""),
             "replicas": protect.states, "grace": protect.grace, "address": protect.advertise or address,
             "follows": bool(config.capture), "standby": protect.standby, "own": protect.own,
             "code": protect.code if protect.placed else None, "kept": str(config.placement),
@@ -44,7 +49,8 @@ class Copying(Beside):
             "site": {"name": config.name, "host": protect.host, "leaf": protect.leaf, "rack": protect.rack},
         }
         super().__init__("flowcheck.node.copier", "keeps copies of other nodes' versions", {
-            "directory": str(directory), "key": key, "ca": config.tls.ca if config.tls is not None else "",
+            "directory": str(directory), "key": key, "keys": _keys(config),
+            "ca": config.tls.ca if config.tls is not None else "",
             "sources": protect.addresses, "journal": protect.journals, "token": self._token(config),
             "own": protect.advertise or address, "rate": (protect.mb_per_second or 0) << 20,
             "cores": sorted(os.sched_getaffinity(0) - config.pinned),
@@ -56,7 +62,10 @@ class Copying(Beside):
         self._config = config
 
     def tell(self, key: str) -> None:
-        self.order({"key": key, "token": self._token(self._config)})
+        said: dict[str, Any] = {"key": key}
+        with contextlib.suppress(FlowcheckError):  # it was read a moment ago; if it cannot be now, what was stays
+            said |= {"keys": _keys(self._config), "token": self._token(self._config)}
+        self.order(said)
 
     @staticmethod
     def _token(config: NodeConfig) -> str:
@@ -86,6 +95,8 @@ class Copying(Beside):
                 self._say("unjournaled", name=name, source=said["source"], why=said["why"])
             case "registered":
                 self._say("registered", members=said["members"], root=said["root"], epoch=said["epoch"])
+            case "unsigned":
+                self._say("unsigned", keys=said["keys"], count=said["count"], why=said["why"])
             case "unregistered":
                 self._say("unregistered", why=said["why"], epoch=said["epoch"], copies=said["copies"])
             case "placed":
@@ -108,6 +119,11 @@ class Copying(Beside):
                 self._say("problem", name=name, why=said["why"])
 
 
+def _keys(config: NodeConfig) -> list[str]:
+    """Of each token of nodes that is accepted. Raises UserError or EnvironmentProblem."""
+    return [node_key(token).hex() for token in read_tokens(config.token_files[PEER])]
+
+
 def _rounds(config: NodeConfig) -> dict[str, Any] | None:
     """A member's part in a group with parity; which one, if the registry does not say it."""
     protect = config.protect
@@ -126,6 +142,10 @@ def check_copies(config: NodeConfig) -> Path:
                         remedy="those of other nodes")
     if config.protect.registry:
         check_endpoints(config.protect.registry)
+        if config.protect.registry_password_file is not None:
+            read_token(config.protect.registry_password_file)
+        if config.protect.registry_cert is not None and config.protect.registry_key is not None:
+            server_context(config.protect.registry_cert, config.protect.registry_key)
     if config.tls is not None:
         client_context(config.tls.ca)
     for place in filter(None, (directory, config.parity)):

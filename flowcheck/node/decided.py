@@ -8,26 +8,37 @@ Whoever may write to the registry may have written anything: a text that is none
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from flowcheck.checkpoint.coding.holders import Site
+from flowcheck.control.address import host_and_port
 
 __all__ = ["Decided", "Have", "Member", "Parity", "Part", "Recovery", "Run", "Shard"]
 
 Run = tuple[str, int]  # id and epoch of a job
 Shard = tuple[str, int, str]  # the same, and the group that is one of its shards
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,32}", re.ASCII)  # of a node, as its own settings have to be
+MOST_TEXT = 4096  # characters of an id, a shard or a name
+MOST_LABEL = 64  # characters
 MOST = 1 << 53  # an epoch or a step: larger ones could not be counted on, and text of them not be written
 _WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 def _number(said: Any) -> int:
-    """Raises one of _WRONG."""
-    number = int(said)
-    if not 0 <= number < MOST:
+    """Raises one of _WRONG. JSON has numbers: text of digits, of whatever script, is none."""
+    if type(said) is not int or not 0 <= said < MOST:
         raise ValueError(said)
-    return number
+    return said
+
+
+def _text(said: Any) -> str:
+    """Raises one of _WRONG."""
+    if not isinstance(said, str) or len(said) > MOST_TEXT or "\0" in said:
+        raise ValueError(said)
+    return said
 
 
 @dataclass(frozen=True)
@@ -52,9 +63,9 @@ class Member:
             said = json.loads(text)
             labels = [said.get(key, "") for key in ("host", "leaf", "rack")]
             flags = [said.get("follows", True), said.get("standby", False), said.get("parity", False)]
-            host, _, port = said["address"].rpartition(":")
-            sound = all(isinstance(label, str) for label in labels) and all(type(flag) is bool for flag in flags)
-            if not host or not port.isdecimal() or not sound:
+            sound = all(isinstance(label, str) and len(label) <= MOST_LABEL and label.isprintable() for label in labels)
+            sound = sound and all(type(flag) is bool for flag in flags) and NAME.fullmatch(name) is not None
+            if not sound or host_and_port(said["address"]) is None:
                 return None
         except _WRONG:
             return None
@@ -84,7 +95,7 @@ class Have:
                 copies[address, of] = frozenset(map(_number, one["steps"]))
             streams: dict[Run, frozenset[tuple[int, int]]] = {}
             for one in said.get("parity", []):
-                run = str(one["run_id"]), _number(one["epoch"])
+                run = _text(one["run_id"]), _number(one["epoch"])
                 streams[run] = streams.get(run, frozenset()) | {(_number(one["step"]), _number(one["stream"]))}
             return cls(_number(said["epoch"]), own, copies, streams)
         except _WRONG:
@@ -130,7 +141,7 @@ class Parity:
         """Raises one of _WRONG."""
         if said is None:
             return None
-        made = cls(tuple(map(str, said["data"])), tuple(map(str, said["holders"])))
+        made = cls(tuple(map(_text, said["data"])), tuple(map(_text, said["holders"])))
         if not all(made.code) or len(set(made.names)) < len(made.names):
             raise ValueError(said)
         return made
@@ -164,13 +175,13 @@ class Recovery:
         """Raises one of _WRONG."""
         if said is None:
             return None
-        return cls(_number(said["number"]), tuple(map(str, said["lost"])), tuple(map(str, said["asked"])),
+        return cls(_number(said["number"]), tuple(map(_text, said["lost"])), tuple(map(_text, said["asked"])),
                    _shards(said["shards"]), _shards(said["void"]),
-                   {(str(run_id), _number(epoch)): _number(step) for run_id, epoch, step in said["steps"]})
+                   {(_text(run_id), _number(epoch)): _number(step) for run_id, epoch, step in said["steps"]})
 
 
 def _shards(said: Iterable[Any]) -> tuple[Shard, ...]:
-    return tuple((str(run_id), _number(epoch), str(shard)) for run_id, epoch, shard in said)
+    return tuple((_text(run_id), _number(epoch), _text(shard)) for run_id, epoch, shard in said)
 
 
 @dataclass(frozen=True)
@@ -218,7 +229,7 @@ class Decided:
         try:
             said = json.loads(text)
             members = {name: Member.of(name, json.dumps(one)) for name, one in said["members"].items()}
-            holders = {name: tuple(map(str, keep)) for name, keep in said["holders"].items()}
+            holders = {name: tuple(map(_text, keep)) for name, keep in said["holders"].items()}
             known = {name: one for name, one in members.items() if one is not None}
             if type(said["epoch"]) is not int or known.keys() != members.keys() or holders.keys() != known.keys():
                 return cls()

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
+from flowcheck.control.address import host_and_port
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.registry import LEASE_SECONDS, ROOT, Entry, RegistryError
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from etcd3gw.client import Etcd3Client
     from etcd3gw.lease import Lease
 
-__all__ = ["Etcd", "check_endpoints"]
+__all__ = ["Etcd", "check_endpoints", "endpoint_of"]
 
 SECONDS = 1.0  # for an answer
 ANSWERS = 3  # times that, for an answer of which bytes come all the time
@@ -34,14 +35,7 @@ T = TypeVar("T")
 def check_endpoints(endpoints: Sequence[str]) -> None:
     """Raises UserError: one is no URL; EnvironmentProblem: the client is not installed."""
     for one in endpoints:
-        parts = urlsplit(one)
-        try:
-            sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
-        except ValueError:
-            sound = False
-        if not sound or parts.path not in ("", "/"):
-            raise UserError(f"{one!r} is not an endpoint of etcd", where="protect.registry",
-                            remedy="http://HOST:PORT or https://HOST:PORT")
+        endpoint_of(one)
     try:
         import etcd3gw  # noqa: F401
     except ImportError as error:
@@ -50,34 +44,61 @@ def check_endpoints(endpoints: Sequence[str]) -> None:
                                  ) from None
 
 
-class Etcd:
-    """ca: what the endpoints' certificates are held against, a PEM file; "": this machine's authorities."""
+def endpoint_of(text: str) -> tuple[str, str, int]:
+    """Scheme, host and port. Raises UserError, which shows nothing of a user or a password that may stand in it."""
+    scheme, _, rest = text.partition("://")
+    place = host_and_port(rest.removesuffix("/"), brackets=True)
+    if "@" in text:
+        raise UserError("an endpoint of etcd has a user or a password in it", where="protect.registry",
+                        remedy="protect.registry_user and protect.registry_password_file")
+    if scheme.lower() not in ("http", "https") or place is None:
+        raise UserError(f"{text!r} is not an endpoint of etcd", where="protect.registry",
+                        remedy="http://HOST:PORT or https://HOST:PORT")
+    return (scheme.lower(), *place)
 
-    def __init__(self, endpoints: Sequence[str], cluster: str, ca: str = "", seconds: float = SECONDS) -> None:
+
+class Etcd:
+    """ca: what the endpoints' certificates are held against, a PEM file; "": this machine's authorities. cert: of this
+    client and its key, PEM files. login: user, and what says the password when it is asked for."""
+
+    def __init__(
+        self, endpoints: Sequence[str], cluster: str, ca: str = "", seconds: float = SECONDS,
+        cert: tuple[str, str] | None = None, login: tuple[str, Callable[[], str]] | None = None,
+    ) -> None:
         check_endpoints(endpoints)
         from etcd3gw.client import Etcd3Client
 
         self._clients: list[Etcd3Client] = []
         for one in endpoints:
-            parts = urlsplit(one)
-            assert parts.hostname is not None and parts.port is not None
-            self._clients.append(Etcd3Client(parts.hostname, parts.port, parts.scheme, ca_cert=ca or None,
-                                             timeout=seconds, api_path=API))
+            scheme, host, port = endpoint_of(one)
+            self._clients.append(Etcd3Client(host, port, scheme, ca_cert=ca or None, timeout=seconds, api_path=API,
+                                             cert_cert=cert[0] if cert else None, cert_key=cert[1] if cert else None))
+            # The environment's proxies, authorities and .netrc would go before what the settings say.
+            self._clients[-1].session.trust_env = False
+        self._login = login
+        self._known: set[int] = set()  # clients that are logged in
         self._prefix = f"/flowcheck/{quote(cluster, safe='')}/"
         self._most = ANSWERS * seconds
         self._unanswered: dict[int, Future[Any]] = {}  # by client
         self._lease: int | None = None
         self._put: dict[str, str] = {}  # own keys, as they are there
 
-    def renew(self, keys: Mapping[str, str]) -> None:
+    def keep(self) -> int:
         if self._lease is not None and self._ask(lambda client: int(self._of(client).refresh())) <= 0:
             self._lease, self._put = None, {}
         if self._lease is None:
             self._lease, self._put = self._ask(lambda client: int(client.lease(LEASE_SECONDS).id)), {}
+        return self._lease
+
+    def put(self, keys: Mapping[str, str]) -> None:
         for key, value in keys.items():
             if self._put.get(key) != value:
                 self._renew(key, value)
                 self._put[key] = value
+
+    def renew(self, keys: Mapping[str, str]) -> None:
+        self.keep()
+        self.put(keys)
 
     def _renew(self, key: str, value: str) -> None:
         name = self._prefix + key
@@ -92,8 +113,8 @@ class Etcd:
     def read(self) -> Mapping[str, Entry]:
         def entries(client: Etcd3Client) -> dict[str, Entry]:
             return {
-                about["key"].decode(errors="replace").removeprefix(self._prefix): Entry(
-                    value.decode(errors="replace"), int(about["create_revision"]))  # anybody's bytes may lie there
+                about["key"].decode(errors="replace").removeprefix(self._prefix): Entry(  # whose bytes it may be
+                    value.decode(errors="replace"), int(about["create_revision"]), int(about.get("lease", NO_LEASE)))
                 for value, about in client.get_prefix(self._prefix)
             }
 
@@ -144,6 +165,39 @@ class Etcd:
 
         return self._ask(owner)
 
+    def _as_user(self, call: Callable[[Any], T]) -> Callable[[Any], T]:
+        """Logged in before, where there is a user; and once more where it is refused: a login lasts some minutes."""
+        if self._login is None:
+            return call
+        user, password = self._login
+
+        def enter(client: Etcd3Client) -> None:
+            client.session.auth = None
+            said = client.post(client.get_url("/auth/authenticate"), json={"name": user, "password": password()})
+            token = str(said["token"])
+
+            def show(request: Any) -> Any:
+                request.headers["Authorization"] = token
+                return request
+
+            client.session.auth = show
+            self._known.add(id(client))
+
+        def asked(client: Etcd3Client) -> T:
+            from etcd3gw.exceptions import ConnectionFailedError, ConnectionTimeoutError
+
+            if id(client) in self._known:
+                try:
+                    return call(client)
+                except (ConnectionFailedError, ConnectionTimeoutError):
+                    raise
+                except Exception:  # whatever it was, it was not done
+                    self._known.discard(id(client))
+            enter(client)
+            return call(client)
+
+        return asked
+
     def _ask(self, call: Callable[[Any], T]) -> T:
         """The answer of the first endpoint that gives one, which is asked first from then on. Raises RegistryError."""
         why = ""
@@ -153,7 +207,7 @@ class Etcd:
             try:
                 if before is not None and not before.done():
                     raise TimeoutError("an earlier answer has not ended")
-                asked = self._unanswered[id(client)] = _begun(call, client)
+                asked = self._unanswered[id(client)] = _begun(self._as_user(call), client)
                 return asked.result(self._most)
             except Exception as error:  # of whatever library it is: nothing here may end the node
                 why = why or f"{type(error).__name__} {getattr(error, 'detail_text', None) or error}"

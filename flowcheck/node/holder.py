@@ -20,7 +20,7 @@ from typing import Any
 
 import typer
 
-from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.copying import Copying, check_copies
@@ -29,7 +29,7 @@ from flowcheck.node.notify import Notify
 from flowcheck.node.output import check_places
 from flowcheck.node.serving import Serving
 from flowcheck.node.telling import Telling
-from flowcheck.node.tokens import Access, warnings_of
+from flowcheck.node.tokens import PEER, Access, warnings_of
 
 __all__ = ["Holder", "check"]
 
@@ -56,8 +56,8 @@ class Holder:
 
     @property
     def _key(self) -> str:
-        """What it shows to others: that of the newest token."""
-        return reader_key(self._access.of("reader")[0])
+        """What it proves to others: that of the newest token."""
+        return node_key(self._access.of(PEER)[0]).hex()
 
     def _doors(self) -> dict[str, Any]:
         return {"ports": {"api": self._serving.connected} if self._serving is not None else {}, "inboxes": {}}

@@ -59,6 +59,7 @@ __all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Sh
 HOLD_SECONDS = 20.0
 RATE = 4e6  # bytes per second that whoever reads a pinned version must have
 GROUP = r"[A-Za-z0-9_.]{0,32}"
+Vouch = Callable[[str, int], str]  # of tokens.Access
 KEPT = 16  # manifests of versions in memory
 
 
@@ -87,6 +88,7 @@ class Holding:
     offer: Offer
     path: Path
     inode: int
+    attached: str = ""  # as of Version
 
 
 class Held:
@@ -160,9 +162,10 @@ class Held:
 
 class _InMemory(Held):
     def __init__(
-        self, holding: Holding, reader: Reader, kept: dict[str, bytes], hashers: Hashers, now: float
+        self, holding: Holding, reader: Reader, kept: dict[str, bytes], hashers: Hashers, now: float, vouch: Vouch
     ) -> None:
         super().__init__(holding, now)
+        self._vouch = vouch
         self._reader, self._kept, self._hashers = reader, kept, hashers
         self._stack = ExitStack()
         try:
@@ -231,7 +234,7 @@ class _InMemory(Held):
             raise self._let_go()
         document = Version(
             offer.run_id, offer.epoch, offer.step, offer.shard, version.status, version.unproven, version.optimizer,
-            self._reader.rounding, files, version.matches, offer.start,
+            self._reader.rounding, files, version.matches, offer.start, self._vouch(offer.run_id, offer.epoch),
         ).document()
         for id in list(self._kept)[: max(0, len(self._kept) - KEPT + 1)]:
             self._kept.pop(id, None)
@@ -387,14 +390,17 @@ class Shelf:
 
 
 class MemoryShelf(Shelf):
-    """directory: `replica.directory` of the node of this name. reserved: slots that others may pin beside it."""
+    """directory: `replica.directory` of the node of this name. reserved: slots that others may pin beside it. vouch:
+    gives Version.attached."""
 
     piece = 16 << 20  # which is no copy; each costs a turn of two threads
 
     def __init__(
-        self, directory: Path, node: str, now: Callable[[], float] = time.monotonic, reserved: int = 0, needs: int = 0
+        self, directory: Path, node: str, now: Callable[[], float] = time.monotonic, reserved: int = 0, needs: int = 0,
+        vouch: Vouch = lambda run_id, epoch: "",
     ) -> None:
         super().__init__(now, needs)
+        self.vouch = vouch
         self._directory, self._reserved = directory, reserved
         self._name = re.compile(rf"flowcheck-{re.escape(node)}-({GROUP})-[0-9]+\.replica")
         self._readers: dict[tuple[Path, int], Reader] = {}
@@ -434,7 +440,7 @@ class MemoryShelf(Shelf):
         if len(pinned) >= max(1, reader.slots - 2 - self._reserved):
             steps = ", ".join(str(held.offer.step) for held in pinned)
             raise Pressed(f"step {steps} is being read, and no slot is left for another", where=holding.path.name)
-        return _InMemory(holding, reader, self._kept, self._hashers, self._now())
+        return _InMemory(holding, reader, self._kept, self._hashers, self._now(), self.vouch)
 
     def expire(self) -> None:
         """Also of replicas that were removed: their memory is free when nobody maps them any more."""
@@ -459,17 +465,18 @@ class DiskShelf(Shelf):
     ) -> None:
         super().__init__(now, needs)
         self._directory, self._tier = directory, tier
-        self._steps: dict[tuple[Path, int, int], Offer | None] = {}  # by what changes when its manifest does
+        # By what changes when its manifest does: its offer, and what it says of run and epoch.
+        self._steps: dict[tuple[Path, int, int], tuple[Offer, str] | None] = {}
 
     def look(self) -> list[Holding]:
-        seen: dict[tuple[Path, int, int], Offer | None] = {}
+        seen: dict[tuple[Path, int, int], tuple[Offer, str] | None] = {}
         for depth in ("*/epoch-*/step-*", "*/*/epoch-*/step-*"):
             for path in self._directory.glob(depth):
                 if inode := inode_of(path):
                     key = path, inode, inode_of(path / MANIFEST)
                     seen[key] = self._steps[key] if key in self._steps else _offered(path, inode, self._tier)
         self._steps = seen
-        return _sorted(Holding(offer, *key[:2]) for key, offer in seen.items() if offer is not None)
+        return _sorted(Holding(one[0], *key[:2], one[1]) for key, one in seen.items() if one is not None)
 
     def _pin(self, holding: Holding) -> Held:
         return _OnDisk(holding, self._now())
@@ -509,8 +516,8 @@ def files_of(version: Tensors) -> dict[str, dict[str, torch.Tensor]]:
     return {MODEL: version.parameters, OPTIMIZER: state}
 
 
-def _offered(path: Path, inode: int, tier: str) -> Offer | None:
-    """What a step's directory says of itself; None: it cannot be used."""
+def _offered(path: Path, inode: int, tier: str) -> tuple[Offer, str] | None:
+    """What a step's directory says of itself, and what is said in it of its run and epoch; None: it cannot be used."""
     try:
         document: dict[str, Any] = read_step_manifest(path)
         version = Version.of(document, str(path))
@@ -518,7 +525,7 @@ def _offered(path: Path, inode: int, tier: str) -> Offer | None:
         return None
     return Offer(id_of(tier, path, inode, version.step), tier, version.run_id, version.epoch, version.step,
                  version.shard, version.status, version.nbytes, spans(users_of(document)), matches=version.matches,
-                 start=version.start)
+                 start=version.start), version.attached
 
 
 def _sorted(found: Iterable[Holding]) -> list[Holding]:

@@ -105,8 +105,13 @@ def newest_persistent(offers: Iterable[Offer], shards: Collection[Shard]) -> dic
     """Of each run id among the shards, epoch and step of the newest version that all of its shards have on a disk or in
     a store; None: there is none."""
     held: dict[tuple[str, str], dict[Key, str]] = {(run_id, shard): {} for run_id, _, shard in shards}
+    offers, most = list(offers), dict[str, int]()  # of a run the newest epoch that a node vouches for, if one does
     for offer in offers:
-        if offer.tier in PERSISTENT and (offer.run_id, offer.shard) in held:
+        if offer.attached:
+            most[offer.run_id] = max(offer.epoch, most.get(offer.run_id, 0))
+    for offer in offers:
+        known = offer.epoch <= most.get(offer.run_id, offer.epoch)
+        if known and offer.tier in PERSISTENT and (offer.run_id, offer.shard) in held:
             held[offer.run_id, offer.shard][offer.key] = offer.status
     return {run_id: choose([found for (of, _), found in held.items() if of == run_id])
             for run_id in sorted({run_id for run_id, _ in held})}

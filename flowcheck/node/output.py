@@ -28,6 +28,7 @@ from flowcheck.node.config import Output
 __all__ = ["Hashes", "Versions", "Writer", "check_places"]
 
 Users = Callable[[], Mapping[int, bytes]]  # by rank: a file of flowcheck/control/user_state.py
+Vouch = Callable[[str, int], str]  # of tokens.Access
 MARGIN = 1.25  # a checkpoint has to be done before the next one is due by this factor
 MOST_LEFT_OUT = 1 << 20
 LOOK_SECONDS = 0.05  # between two looks whether the slot of a version that is being written is needed
@@ -148,8 +149,12 @@ class Writer:
     chance: it writes multiples of 2, 4, 8, ... times `every`, and those of the slower group are among the faster one's.
     """
 
-    def __init__(self, say: Callable[..., None], every: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, say: Callable[..., None], every: int = 1, clock: Callable[[], float] = time.monotonic,
+        vouch: Vouch | None = None,
+    ) -> None:
         self._say, self._every, self._clock = say, max(every, 1), clock
+        self._more: dict[str, Any] = {} if vouch is None else {"vouch": vouch}
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
 
@@ -228,7 +233,8 @@ class Writer:
         version, before = held.version, lane.seconds
         step = version.step
         try:
-            path = replica.write(out, [*replica.unproven, *unproven], version, status, name, held.users, matches)
+            path = replica.write(out, [*replica.unproven, *unproven], version, status, name, held.users, matches,
+                                 **self._more)
             lane.seconds = self._clock() - lane.began
             if done is not None:
                 done()

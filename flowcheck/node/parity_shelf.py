@@ -83,7 +83,7 @@ class ParityShelf(Shelf):
                     found.append(Holding(Offer(
                         id, PARITY, version.run_id, version.epoch, version.step, version.shard, version.status,
                         version.nbytes, spans(one.users[number]), matches=version.matches, start=version.start,
-                    ), one.path, inode))
+                    ), one.path, inode, version.attached))
         return sorted(found, key=lambda one: (-one.offer.epoch, -one.offer.step, one.offer.shard))
 
     def _ask(self) -> list[Pieces]:

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from flowcheck.control.ask import Node, reader_key
+from flowcheck.control.ask import Node
+from flowcheck.control.proof import Proven, node_key
 from flowcheck.control.tls import client_context
 from flowcheck.job.clock import Clock
 from flowcheck.node.catching_up import QUIET_SECONDS, CatchUp
@@ -73,7 +74,7 @@ class Peering:
     def __init__(self, config: NodeConfig, group: str) -> None:
         self._settings, self._group = config.replica, group
         self._token = partial(config.token, "peer")  # as its file is when a connection is made
-        self._key = lambda: reader_key(config.token("reader"))
+        self._key = lambda: Proven(node_key(config.token("peer")).hex())
         self._tls = None
         if config.replica.peers:
             self._token()  # Raises UserError or EnvironmentProblem

@@ -8,6 +8,7 @@ a thread that hangs cannot be ended in another way, and with the process the pin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,12 @@ from flowcheck.checkpoint.directory import Meta
 from flowcheck.checkpoint.objects import Objects, open_store
 from flowcheck.checkpoint.store import UNNAMED, Lane, Rules
 from flowcheck.control.divergence import Divergence
+from flowcheck.control.proof import node_key, voucher
 from flowcheck.control.start import line_of
 from flowcheck.durable import let_read
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.beside import Lines, begun, guarded
+from flowcheck.node.config import read_token
 from flowcheck.node.divergences import Notices
 from flowcheck.node.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
 from flowcheck.node.runs import run_folder
@@ -238,7 +242,7 @@ class Persister:
                 offer.epoch, offer.step, line_of(offer.start)) for one in lane.entries()[0]):
             return  # written before this process began
         meta = Meta(offer.run_id, offer.epoch, version.status, version.unproven, version.optimizer, rounding,
-                    offer.shard, version.matches, offer.start)
+                    offer.shard, version.matches, offer.start, self._shelf.vouch(offer.run_id, offer.epoch))
         began = self._now()
         entry = lane.write(offer.step, files_of(version), meta, lambda: self._users(holding))
         upload.seconds, upload.pause, upload.reads = self._now() - began, 0.0, False
@@ -297,7 +301,7 @@ def main() -> int:
             say("unstored", name="", step=None, again=None,
                 why=f"{store['url']}: no answer within {store['seconds']:g} s")
         os._exit(0 if opened and not opening.is_alive() else HUNG)
-    shelf = MemoryShelf(Path(settings["replicas"]), settings["node"])
+    shelf = MemoryShelf(Path(settings["replicas"]), settings["node"], vouch=partial(_vouch, settings["token_file"]))
     shelf.notices = Notices(Path(settings["replicas"]), settings["node"])
     persister = Persister(opened[0], shelf, settings["node"], Wants.of(store), say)
     while not stopping.wait(LOOK_SECONDS):
@@ -306,6 +310,14 @@ def main() -> int:
             os._exit(HUNG)
     persister.join(END_SECONDS)
     os._exit(0)  # threads that hang are not waited for
+
+
+def _vouch(token_file: str, run_id: str, epoch: int) -> str:
+    """With the nodes' token as its file is now; "": there is none, or it cannot be read just now."""
+    with contextlib.suppress(FlowcheckError):
+        if token_file:
+            return voucher(node_key(read_token(token_file).encode()), run_id, epoch)
+    return ""
 
 
 def _open(settings: Mapping[str, Any], opened: list[Objects], say: Callable[..., None]) -> None:

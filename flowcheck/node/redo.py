@@ -106,7 +106,8 @@ def _made(
         replica.finish(entry.record.buffers)
         replica.publish()
     with replica.pinned() as version:
-        path = replica.write(work, wanted.unproven, version, wanted.status, wanted.shard, matches=wanted.matches)
+        path = replica.write(work, wanted.unproven, version, wanted.status, wanted.shard, matches=wanted.matches,
+                             vouch=lambda run_id, epoch: wanted.attached)
     found = Version.of(read_step_manifest(path), str(path / MANIFEST))
     for file, tensors in wanted.files.items():
         for name in {**tensors, **found.files[file]}:

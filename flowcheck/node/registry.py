@@ -38,18 +38,25 @@ class RegistryError(FlowcheckError):
 
 @dataclass(frozen=True)
 class Entry:
-    """A key's value. created: number of the change that made it, which no other key's has been."""
+    """A key's value. created: number of the change that made it, which no other key's has been. lease: with which it
+    goes, 0: with none."""
 
     value: str
     created: int
+    lease: int = 0
 
 
 class Registry(Protocol):
     """One member's. One thread."""
 
+    def keep(self) -> int:
+        """Keep the lease, or take another where it has run out; which one it is. Raises RegistryError."""
+
+    def put(self, keys: Mapping[str, str]) -> None:
+        """Own keys as they are now, with that lease. Raises RegistryError, also where another lease has one of them."""
+
     def renew(self, keys: Mapping[str, str]) -> None:
-        """Keep the lease, or take another where it has run out; own keys as they are now. Raises RegistryError, also
-        where another lease has one of them."""
+        """Both."""
 
     def read(self) -> Mapping[str, Entry]:
         """Raises RegistryError."""
@@ -70,7 +77,7 @@ class Shared:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.now = now
         self.lock = threading.Lock()
-        self.revision = 0
+        self.revision = self.leases = 0
         self.keys: dict[str, tuple[Entry, _Session | None]] = {}
 
     def session(self) -> _Session:
@@ -86,15 +93,26 @@ class Shared:
         """The lock is held."""
         self.revision += 1
         before = self.keys.get(key)
-        self.keys[key] = Entry(value, before[0].created if before else self.revision), owner
+        lease = owner.lease if owner is not None else 0
+        self.keys[key] = Entry(value, before[0].created if before else self.revision, lease), owner
 
 
 class _Session:
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self.ends = 0.0
+        self.ends, self.lease = 0.0, 0
 
-    def renew(self, keys: Mapping[str, str]) -> None:
+    def keep(self) -> int:
+        shared = self._shared
+        with shared.lock:
+            shared.look()
+            if self.ends <= shared.now():
+                shared.leases += 1
+                self.lease = shared.leases
+            self.ends = shared.now() + LEASE_SECONDS
+            return self.lease
+
+    def put(self, keys: Mapping[str, str]) -> None:
         shared = self._shared
         with shared.lock:
             shared.look()
@@ -102,9 +120,12 @@ class _Session:
                 if key in shared.keys and shared.keys[key][1] is not self:
                     raise RegistryError(f"{key} is somebody else's", where="registry",
                                         remedy="a name of its own for each node")
-            self.ends = shared.now() + LEASE_SECONDS
             for key, value in keys.items():
                 shared.put(key, value, self)
+
+    def renew(self, keys: Mapping[str, str]) -> None:
+        self.keep()
+        self.put(keys)
 
     def read(self) -> Mapping[str, Entry]:
         with self._shared.lock:
@@ -124,7 +145,8 @@ class _Session:
         shared = self._shared
         with shared.lock:
             shared.look()
-            if ROOT not in shared.keys or shared.keys[ROOT][0] != root or shared.keys[ROOT][1] is not self:
+            there, owner = shared.keys.get(ROOT, (None, None))
+            if there is None or there.created != root.created or owner is not self:
                 return False
             shared.put(key, value, None)
             return True

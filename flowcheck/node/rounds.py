@@ -78,7 +78,8 @@ class Rounds:
         with ThreadPoolExecutor(len(nodes), "flowcheck round") as pool:
             answers = list(pool.map(_offers, nodes))
         self._drop([one for node in nodes for one in node.diverged])
-        places = [(node, offer) for node, offers in zip(nodes, answers, strict=True) for offer in offers]
+        places = [(node, offer) for node, offers in zip(nodes, answers, strict=True) for offer in offers
+                  if offer.attached]
         runs = sorted({offer.run_id for _, offer in places if offer.tier == MEMORY})
         if not runs:
             return []

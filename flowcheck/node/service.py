@@ -27,7 +27,7 @@ from rich.console import Console
 from dataplane.live import LiveSource, check_cores, start_eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.checkpoint.objects import check_url
-from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import node_key
 from flowcheck.control.tls import client_context
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
@@ -49,7 +49,7 @@ from flowcheck.node.serving import Serving
 from flowcheck.node.shelf import Shelf
 from flowcheck.node.storing import Storing, check_store
 from flowcheck.node.telling import Telling
-from flowcheck.node.tokens import Access, warnings_of
+from flowcheck.node.tokens import PEER, Access, warnings_of
 from flowcheck.node.unattended import Unattended, unattended_jobs
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
@@ -107,7 +107,7 @@ class Node:
             self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
-            self._writer = undo.enter_context(closing(Writer(say, config.output.every)))
+            self._writer = undo.enter_context(closing(Writer(say, config.output.every, vouch=access.vouch)))
             undo.callback(self._stop_groups)
             self._unattended = [
                 Unattended(*job, config, self._port.queues, self._port.placers, self._port, say, self._hashes)
@@ -276,8 +276,8 @@ class Node:
 
     @property
     def _key(self) -> str:
-        """What it shows to other nodes as a reader."""
-        return reader_key(self._access.of("reader")[0])
+        """What it proves to other nodes."""
+        return node_key(self._access.of(PEER)[0]).hex()
 
     def _check_captures(self) -> None:
         for one, capture in zip(self._planned, self._captures, strict=True):

@@ -22,12 +22,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import node_key
 from flowcheck.node.beside import ended
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.heartbeat import Pulse
 from flowcheck.node.listening import listen
-from flowcheck.node.tokens import HTTP_ROLES, keys_of
+from flowcheck.node.tokens import HTTP_ROLES, PEER, keys_of
 
 __all__ = ["Serving"]
 
@@ -47,7 +47,7 @@ class Serving:
         assert config.api is not None
         self._say, self._board = say, board
         if isinstance(keys, bytes):
-            keys = keys_of(dict.fromkeys(HTTP_ROLES, (keys,)), False)
+            keys = keys_of(dict.fromkeys((*HTTP_ROLES, PEER), (keys,)), False)
         tls = [str(config.tls.cert), str(config.tls.key)] if config.tls is not None else None
         self._settings: dict[str, Any] = {
             "keys": dict(keys), "tls": tls, "node": config.name, "replicas": str(config.replica.directory),
@@ -55,7 +55,7 @@ class Serving:
             "reserved": int(config.store is not None), "follows": bool(config.capture), "shadow": config.api.shadow,
             "copies": str(config.copies) if config.copies is not None else None,
             "store": config.store.model_dump(include={"url", "options"}) if config.store is not None else None,
-            "parity": _parity(config), "shown": _shown(config), "limits": {
+            "parity": _parity(config), "shown": _shown(config), "names": _names(config), "limits": {
                 "connections": config.api.connections, "strangers": config.api.strangers,
                 "per_address": config.api.strangers_per_address,
             },
@@ -183,8 +183,13 @@ def _parity(config: NodeConfig) -> dict[str, Any] | None:
 
 
 def _shown(config: NodeConfig) -> str:
-    """The key that it shows to others as a reader."""
-    return reader_key(config.token("reader")) if _parity(config) is not None else ""
+    """The key that it proves to others."""
+    return node_key(config.token(PEER)).hex() if _parity(config) is not None else ""
+
+
+def _names(config: NodeConfig) -> list[str]:
+    """What others may call it besides the addresses at which their connections end."""
+    return [config.protect.advertise] if config.protect is not None and config.protect.advertise else []
 
 
 def _let_go(process: subprocess.Popen[bytes]) -> None:

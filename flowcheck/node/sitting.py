@@ -1,6 +1,6 @@
 """The thread that sits in the registry for a node: a turn each second, and what a root has to find out beside that.
 
-    sit(settings, path, held, streams, take, node, say, ending)      until `ending` is set
+    sit(settings, path, held, streams, take, node, keys, say, ending)      until `ending` is set
 
 It belongs to the process that keeps copies (copier.py). What takes longer than a lease may, asking other nodes, is done
 on a thread of its own.
@@ -20,12 +20,14 @@ from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import Node, Offer
 from flowcheck.control.sources import addresses
 from flowcheck.errors import FlowcheckError, said_of
+from flowcheck.node.config import read_token
 from flowcheck.node.decided import Decided, Member, Part, Run
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.holdings import MemoryShelf
 from flowcheck.node.losses import newest_persistent
 from flowcheck.node.replacing import Operator
 from flowcheck.node.seat import Seat
+from flowcheck.node.signing import Signed
 
 __all__ = ["Persistent", "sit"]
 
@@ -36,19 +38,23 @@ _Said = Sequence[Mapping[str, Any]]
 def sit(
     said: Mapping[str, Any], path: Path, held: Callable[[], _Said], streams: Callable[[], _Said],
     take: Callable[[Sequence[tuple[str, int]], Mapping[Run, int], Part | None], None],
-    node: Callable[[tuple[str, int]], Node], say: Callable[..., None], ending: threading.Event,
+    node: Callable[[tuple[str, int]], Node], keys: Callable[[], Sequence[bytes]], say: Callable[..., None],
+    ending: threading.Event,
 ) -> None:
     """said: of copying.Copying, `registry`. path: of the file with the last decision. held(): copies that are whole.
     streams(): of parity, those that are. take(sources, steps, part): whom to copy from, of which step of each run no
-    copy and no parity may go, and what is done for parity. node(address): asks it."""
+    copy and no parity may go, and what is done for parity. node(address): asks it. keys(): as of signing.Signed."""
     def tell(event: str, **fields: Any) -> None:
         say(event, **{"name": "", **fields})
 
     code = tuple(said["code"]) if said["code"] is not None else None
     member = Member(Site(**said["site"]), said["address"], said["follows"], said["standby"], code is not None)
     operator = Operator(said["replace"], said["cluster"], tell) if said["replace"] else None
+    cert = (said["cert"][0], said["cert"][1]) if said["cert"] else None
+    login = (said["user"], lambda: read_token(said["password"])) if said["user"] else None
+    etcd = Etcd(said["endpoints"], said["cluster"], said["ca"], cert=cert, login=login)
     seat = Seat(
-        Etcd(said["endpoints"], said["cluster"], said["ca"]), member, said["replicas"], said["grace"], tell, path,
+        Signed(etcd, said["cluster"], keys, tell), member, said["replicas"], said["grace"], tell, path,
         operator=operator, wait=said["replace_seconds"], void=Persistent(node, tell), code=code,
     )
     own, odd = addresses(member.address) if said["own"] else [], ""

@@ -77,7 +77,7 @@ class StoreShelf(Shelf):
                 self._objects = self._open()
             found = list(self._found(self._objects))
             self._known = sorted(
-                (Holding(_offer(self._url, one), Path(one.folder), 0) for one in found),
+                (Holding(_offer(self._url, one), Path(one.folder), 0, one.version.attached) for one in found),
                 key=lambda one: (-one.offer.epoch, -one.offer.step, str(one.path)),
             )
             self._entries = {one.folder: one for one in found}

@@ -18,6 +18,7 @@ from flowcheck.checkpoint.objects import check_url
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.beside import Beside, start
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.tokens import PEER
 
 __all__ = ["Storing", "check_store"]
 
@@ -80,5 +81,5 @@ def _settings(config: NodeConfig, probe: bool) -> dict[str, Any]:
     return {
         "node": config.name, "replicas": str(config.replica.directory), "probe": probe,
         "cores": sorted(os.sched_getaffinity(0) - config.pinned), "store": config.store.model_dump(),
-        "readable_by": config.output.readable_by,
+        "token_file": str(config.token_files.get(PEER, "")), "readable_by": config.output.readable_by,
     }

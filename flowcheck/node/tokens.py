@@ -16,17 +16,21 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import node_key, voucher
 from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.config import NodeConfig, read_tokens
 
-__all__ = ["HTTP_ROLES", "LOOK_SECONDS", "Access", "keys_of", "read_by_others", "warnings_of"]
+__all__ = [
+    "HTTP_ROLES", "LOOK_SECONDS", "PEER", "Access", "keys_of", "peers_of", "read_by_others", "vouched", "warnings_of",
+]
 
-HTTP_ROLES = ("trainer", "reader", "operator")  # who may ask at all
+HTTP_ROLES = ("trainer", "reader", "operator")  # who may show a key
+PEER = "peer"  # who proves one (control/proof.py)
 LOOK_SECONDS = 1.0
 Stamp = tuple[tuple[int, int, int] | None, ...]
 
@@ -51,6 +55,9 @@ class Access:
 
     def of(self, role: str) -> tuple[bytes, ...]:
         return self._tokens.get(role, ())
+
+    def vouch(self, run_id: str, epoch: int) -> str:
+        return vouched(self.keys, run_id, epoch)
 
     def look(self, at_once: bool = False) -> bool:
         """True: something was read anew. at_once: read all of it, changed or not."""
@@ -88,6 +95,8 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def read_by_others(config: NodeConfig) -> list[Path]:
     """Files of secrets that users other than their owner may read."""
     files = [*config.token_files.values(), *([config.tls.key] if config.tls is not None else [])]
+    if config.protect is not None:
+        files += [one for one in (config.protect.registry_key, config.protect.registry_password_file) if one]
     found = []
     for path in dict.fromkeys(files):
         with contextlib.suppress(OSError):
@@ -101,13 +110,26 @@ def warnings_of(config: NodeConfig) -> list[str]:
     return [f"{path}: other users of this machine may read this secret: chmod 600" for path in read_by_others(config)]
 
 
+def peers_of(keys: Mapping[str, Collection[str]]) -> list[bytes]:
+    """Of `keys_of`: what other nodes may prove, the newest first."""
+    return [bytes.fromhex(key) for key, names in keys.items() if PEER in names]
+
+
+def vouched(keys: Mapping[str, Collection[str]], run_id: str, epoch: int) -> str:
+    """What a version of that run and epoch says of them (proof.voucher); "": there is no token of nodes."""
+    peers = peers_of(keys)
+    return voucher(peers[0], run_id, epoch) if peers else ""
+
+
 def keys_of(tokens: Mapping[str, tuple[bytes, ...]], operator: bool) -> dict[str, list[str]]:
-    """What may be shown as `Bearer`, and whose it is. operator: there is a token of operators alone; it may be shown as
-    it is, because scrapers send what a file has."""
+    """What may be shown as `Bearer`, and whose it is; of other nodes, what they may prove. operator: there is a token
+    of operators alone; it may be shown as it is, because scrapers send what a file has."""
     keys: dict[str, list[str]] = {}
     for role in HTTP_ROLES:
         for token in tokens.get(role, ()):
             keys.setdefault(reader_key(token), []).append(role)
             if role == "operator" and operator:
                 keys.setdefault(token.decode(), []).append(role)
+    for token in tokens.get(PEER, ()):
+        keys[node_key(token).hex()] = [PEER]
     return keys

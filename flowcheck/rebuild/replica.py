@@ -477,11 +477,12 @@ class JobReplica:
     def write(
         self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified",
         shard: str = "", users: Callable[[], Mapping[int, bytes]] | None = None, matches: int = 0,
+        vouch: Callable[[str, int], str] = lambda run_id, epoch: "",
     ) -> Path:
         """Write a version that the caller has pinned as a checkpoint; returns its directory. users: of write_step.
-        matches: of Meta. Any thread."""
+        matches: of Meta. vouch: gives Meta.attached. Any thread."""
         assert self._rounding is not None
         job = self._plan.job
         meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name, shard,
-                    matches, self._options.start)
+                    matches, self._options.start, vouch(job.run_id, job.epoch))
         return write_step(out, version.step, version.parameters, version.optimizer_state, meta, users)

@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flowcheck.control.address import host_and_port
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.tls import client_context
 from flowcheck.errors import UserError
@@ -76,7 +77,6 @@ def context_of(ca: str | None) -> ssl.SSLContext | None:
 
 def address_of(node: str) -> tuple[str, int]:
     """Of HOST:PORT. Raises UserError if it is none."""
-    host, _, port = node.rpartition(":") if isinstance(node, str) else ("", "", "")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if (found := host_and_port(node)) is None:
         raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
-    return host.strip("[]"), int(port)
+    return found

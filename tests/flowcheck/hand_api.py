@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import re
+import secrets
 import struct
 import threading
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 TOKEN = "a token that only tests have"
 KEY = hmac.new(TOKEN.encode(), b"flowcheck reader 1", hashlib.sha256).hexdigest()
+NODE_KEY = hmac.new(TOKEN.encode(), b"flowcheck node 1", hashlib.sha256).hexdigest()  # proven by other nodes
 FILES = ("model.safetensors", "optimizer.safetensors")
 Floats = dict[str, list[float]]
 
@@ -45,6 +47,10 @@ def seal(document: dict[str, Any]) -> dict[str, Any]:
     return {**body, "manifest_sha256": sha256(text)}
 
 
+def mac(*said: Any) -> str:
+    return hmac.new(bytes.fromhex(NODE_KEY), json.dumps(said).encode(), hashlib.sha256).hexdigest()
+
+
 class HandVersion:
     """A version that a node holds; what of it is asked for. Everything may be changed after it was made."""
 
@@ -59,12 +65,14 @@ class HandVersion:
         state = {"state.w.momentum_buffer": [1.0, float(step)]} if state is None else state
         self.offer: dict[str, Any] = {
             "id": self.id, "tier": tier, "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
-            "status": status, "start": start, "nbytes": 4 * sum(map(len, (*model.values(), *state.values()))),
+            "status": status, "start": start, "attached": True,
+            "nbytes": 4 * sum(map(len, (*model.values(), *state.values()))),
         }
         held = dict(zip(FILES, (model, state), strict=True))
         self.document = seal({
             "schema": "flowcheck/checkpoint/3", "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
             "status": status, "unproven": [], "rounding": rounding, **({"start": start} if start else {}),
+            "attached": mac("flowcheck attached 1", run_id, epoch),
             "optimizer": {"name": optimizer, "groups": [
                 {"params": list(model), "options": {"lr": 0.1, "momentum": 0.9} if options is None else options}]},
             "files": {
@@ -101,6 +109,7 @@ class HandApi:
         self.diverged: object = []
         self.hashing: list[int] = []  # bytes that are said to be hashed, one for each question for a manifest
         self.unmeasured: set[str] = set()  # paths whose answers do not say how long they are
+        self._nonces: set[str] = set()
         self._ended = threading.Event()
         api = self
 
@@ -135,13 +144,32 @@ class HandApi:
     def asked_for(self, end: str) -> int:
         return sum(path.endswith(end) for path, _ in self.asked)
 
+    def _proven(self, request: Any) -> str:
+        """The mac of a question whose asker has proven that he knows the nodes' token; "": he has not."""
+        said = dict(re.findall(r'([a-z]+)="([^"]*)"', request.headers.get("Authorization") or ""))
+        if not said or said["nonce"] not in self._nonces:
+            return ""
+        self._nonces.remove(said["nonce"])
+        wanted = mac("flowcheck asks 1", "GET", request.path, request.headers.get("Range") or "", said["nonce"],
+                     said["mine"], self.name, said["name"])
+        return wanted if wanted == said["mac"] else ""
+
     def _answer(self, request: Any) -> None:
         wanted = request.headers.get("Range")
+        if request.headers.get("Authorization") is None:  # who proves a key asks for a nonce first
+            self._nonces.add(nonce := secrets.token_hex(16))
+            request.send_response(401)
+            request.send_header("WWW-Authenticate", f'Bearer, FlowCheck-HMAC nonce="{nonce}"')
+            request.send_header("Content-Length", "2")
+            request.end_headers()
+            request.wfile.write(b"{}")
+            return
         self.asked.append((request.path, wanted))
         if request.path in self.quiet:
             self._ended.wait()
             request.close_connection = True
             return
+        request.proven = proven = self._proven(request)
         status, body = self._body(request)
         if wanted is not None and status == 200:
             first = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])  # type: ignore[index]
@@ -150,6 +178,8 @@ class HandApi:
         if request.path not in self.unmeasured:
             request.send_header("Content-Length", str(len(body)))
         request.send_header("Connection", "close")
+        if proven:
+            request.send_header("FlowCheck-Proof", mac("flowcheck answers 1", proven, status, sha256(body)))
         request.end_headers()
         cuts = self.cut.get(request.path, [])
         request.wfile.write(body[: cuts.pop(0) if cuts else self.stalls.get(request.path)])
@@ -158,7 +188,7 @@ class HandApi:
         request.close_connection = True
 
     def _body(self, request: Any) -> tuple[int, bytes]:
-        if request.headers.get("Authorization") != f"Bearer {KEY}":
+        if not request.proven and request.headers.get("Authorization") != f"Bearer {KEY}":
             return 401, b'{"why": "the key is missing or wrong"}'
         if request.path in self.answers:
             return self.answers[request.path]

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from flowcheck.control.ask import reader_key
-from flowcheck.control.protocol import token_bytes
+from flowcheck.control.proof import node_key
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.copying import Copying
 from flowcheck.node.serving import Serving
@@ -62,7 +61,7 @@ class Node:
 
         self.events = events
         self._serving = Serving(config, TOKEN, say)
-        self._copying = Copying(config, reader_key(token_bytes(TOKEN.decode())), address, say)
+        self._copying = Copying(config, node_key(TOKEN).hex(), address, say)
 
     def whole(self) -> bool:
         self._copying.look()
@@ -91,6 +90,7 @@ class Holder:
         self.process = NodeProcess(self.directory, f'''name = "h{number}"
 [tokens]
 reader = "{self.directory}/token"
+peer = "{self.directory}/token"
 [api]
 listen = "{address}"
 [protect]

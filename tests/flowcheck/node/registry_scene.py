@@ -11,8 +11,11 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from ..hand_api import NODE_KEY
 
 SECONDS = 120.0
 #: Short elections: a test waits for one where a leader is lost.
@@ -73,6 +76,15 @@ class EtcdServer:
     def close(self) -> None:
         for number in range(len(self.processes)):
             self.kill(number)
+
+
+def signed(endpoints: Sequence[str], cluster: str) -> Any:
+    """The registry of a member that knows the tests' token."""
+    from flowcheck.node.etcd import Etcd
+    from flowcheck.node.signing import Signed
+
+    return Signed(Etcd(endpoints, cluster, seconds=30.0), cluster, lambda: [bytes.fromhex(NODE_KEY)],
+                  lambda *_, **__: None)
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ from flowcheck.node.api import make_app
 from flowcheck.node.api_description import describe
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
+from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.holdings import Gone, Shelf
 from flowcheck.node.inbox import Inbox
 from flowcheck.node.serving import Serving
@@ -405,7 +406,7 @@ def answering_here(app: Any, tls: Any = None) -> Iterator[tuple[str, int]]:
     """The server of the answering process, on a thread of this one."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         server = server_of(app, tls)
-        thread = threading.Thread(target=serve, args=(server, sock))
+        thread = threading.Thread(target=serve, args=(server, sock, Limits()))
         thread.start()
         try:
             yield sock.getsockname()

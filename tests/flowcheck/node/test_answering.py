@@ -264,6 +264,12 @@ class Exit(BaseException):
     pass
 
 
+class Made(tuple[Any, ...]):
+    """What was made, by its name and with what; a shelf is given its notices later."""
+
+    notices: Any = None
+
+
 class Process:
     """main(), of which every part is noted. said: settings."""
 
@@ -273,7 +279,7 @@ class Process:
         self.said: dict[str, Any] = {
             "keys": {"k": ["reader"]}, "shown": "s", "tls": None, "node": "n", "replicas": "/r", "checkpoints": "/c",
             "cores": [], "reserved": 1, "follows": True, "shadow": 3, "copies": None, "store": None, "parity": None,
-            "socket": 11, "board": -1, "limits": {"connections": 5, "strangers": 6, "per_address": 7},
+            "socket": 11, "board": -1, "names": [], "limits": {"connections": 5, "strangers": 6, "per_address": 7},
         }
         patch.setattr(answering, "begun", lambda: self.said)
         patch.setattr(answering, "silent_output", lambda: 12)
@@ -291,10 +297,11 @@ class Process:
 
     @staticmethod
     def _maker(name: str) -> Callable[..., Any]:
-        return lambda *given, **more: (name, given, more)
+        return lambda *given, **more: Made((name, given, more))
 
-    def _app(self, shelves: Any, keys: Any, glance: Any, streams: Any) -> str:
+    def _app(self, shelves: Any, keys: Any, glance: Any, streams: Any, notices: Any, names: Any) -> str:
         self.made = {"shelves": shelves, "keys": keys, "glance": glance, "streams": streams}
+        assert all(shelf.notices is notices for shelf in shelves.values()) and names == []
         return "app"
 
     def _thread(self, target: Any, args: Any, daemon: bool) -> Any:
@@ -328,7 +335,9 @@ def test_a_node_that_ended_at_once_needs_nothing(process: Process) -> None:
 
 
 def test_a_node_that_follows_jobs(process: Process) -> None:
-    assert process.shelves() == {
+    found = process.shelves()
+    assert found["memory"][2].pop("vouch")("run", 0) == ""
+    assert found == {
         "memory": ("MemoryShelf", (Path("/r"), "n"), {"reserved": 1, "needs": 3}),
         "disk": ("DiskShelf", (Path("/c"),), {"needs": 3}),
     }

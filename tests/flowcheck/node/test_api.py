@@ -24,7 +24,7 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import api
 from flowcheck.node.api import OPEN, _key, make_app, may, span_of
-from flowcheck.node.api_description import describe
+from flowcheck.node.api_description import _MORE, describe
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
 
 KEY = "k" * 64
@@ -196,7 +196,7 @@ def test_an_application_is_guarded() -> None:
 def test_an_application_is_made_of_all_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_Api", lambda *given: SimpleNamespace(app=given))
     made: Any = make_app("shelves", KEY, "glance", "streams", "notices")  # type: ignore[arg-type]
-    assert made._app == ("shelves", "glance", "streams", "notices")
+    assert made._app[:4] == ("shelves", "glance", "streams", "notices") and made._app[4]() == []
 
 
 ID = offer("memory", 7).id
@@ -247,7 +247,7 @@ def test_who_has_the_key_of_another_role_is_told_which_it_takes(memory: FakeShel
     finally:
         made.close()
     assert answer.status == 403 and memory.threads == set()
-    assert answer.json == {"why": "this is for trainer or reader, the key is of operator and peer"}
+    assert answer.json == {"why": "this is for trainer or reader, the key is of operator"}
 
 
 # -- what there is -----------------------------------------------------------------------------------------
@@ -258,7 +258,8 @@ def test_versions_newest_first(app: Any) -> None:
     assert [(one["epoch"], one["step"], one["tier"]) for one in said["versions"]] == [
         (1, 3, "disk"), (0, 7, "memory"), (0, 7, "disk"), (0, 6, "memory"),
     ]
-    assert said["versions"][1] == vars(offer("memory", 7)) | {"user": [[0, 1], [3, 3]]} and said["absent"] == []
+    assert said["versions"][1] == vars(offer("memory", 7)) | {"user": [[0, 1], [3, 3]], "attached": True}
+    assert said["absent"] == []
 
 
 def test_status_has_the_newest_of_each(app: Any, memory: FakeShelf) -> None:
@@ -641,8 +642,9 @@ def test_it_gives_garbage_back_now_and_then(app: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("path", "roles"), [
-    ("/v1/versions", {"trainer", "reader"}), ("/v1/versions/m1-2/manifest", {"trainer", "reader"}),
-    ("/v1/versions/", {"trainer", "reader"}), ("/v1/pieces", {"reader"}), ("/v1/pieces/r1/data", {"reader"}),
+    ("/v1/versions", {"trainer", "reader", "peer"}), ("/v1/versions/m1-2/manifest", {"trainer", "reader", "peer"}),
+    ("/v1/versions/", {"trainer", "reader", "peer"}), ("/v1/pieces", {"reader", "peer"}),
+    ("/v1/pieces/r1/data", {"reader", "peer"}),
     ("/", {"reader", "operator"}), ("/metrics", {"reader", "operator"}), ("/v1/node", {"reader", "operator"}),
     ("/v1/status", {"trainer", "reader", "operator"}), ("/openapi.json", {"trainer", "reader", "operator"}),
     ("/v1/versionsx", {"operator"}), ("/v1/piecesx", {"operator"}), ("/v1/nodes", {"operator"}), ("//", {"operator"}),
@@ -697,16 +699,17 @@ def test_what_a_route_says_is_described_in_full() -> None:
     assert listed["security"] == [{"reader": []}] and listed["parameters"] == []
     assert listed["responses"]["401"] == refused and listed["summary"].startswith("Every version that can be had")
     assert listed["responses"]["200"]["content"] == {"application/json": {"schema": {
-        "type": "object", "required": ["versions", "withheld", "absent"], "properties": {
+        "type": "object", "required": ["versions", "withheld", "absent", "statuses", "diverged"], "properties": {
             "versions": {"type": "array", "items": {"$ref": "#/components/schemas/Offer"}},
             "withheld": {
                 "type": "array",
                 "items": {"allOf": [{"$ref": "#/components/schemas/Offer"}, why["application/json"]["schema"]]},
-                "description": "Versions that are there and are not offered before enough checksums of the trainer have"
-                               " matched.",
+                "description": "Versions that are there and are not offered: not enough checksums of the trainer have"
+                               " matched, or they have diverged.",
             },
             "absent": {"type": "array", "items": {"type": "string"},
                        "description": "Tiers that did not answer in time."},
+            **_MORE,
         },
     }}}
     newest = described["paths"]["/v1/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -725,7 +728,7 @@ def test_what_a_route_says_is_described_in_full() -> None:
 
 def test_an_offer_is_described(app: Any) -> None:
     described = describe(OPEN)["components"]["schemas"]["Offer"]
-    kinds = {"string": str, "integer": int}
+    kinds = {"string": str, "integer": int, "boolean": bool}
     for one in get(app, "/v1/versions").json["versions"]:
         assert set(one) == set(described["properties"]) == set(described["required"])
         assert one.pop("user") == [[0, 1], [3, 3]]

@@ -45,7 +45,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
 }
 OFFER = {
     "id": "m" + "0" * 31, "tier": "memory", "run_id": "run", "epoch": 0, "step": 7, "shard": "0", "status": "verified",
-    "nbytes": 24, "matches": 1, "start": "s", "user": [[0, 3]], "age_steps": 1, "age_seconds": 0.5,
+    "nbytes": 24, "matches": 1, "start": "s", "attached": True, "user": [[0, 3]], "age_steps": 1, "age_seconds": 0.5,
 }
 STREAM = {"id": "r" + "0" * 31, "number": 0, "mark": "m", "nbytes": 24, "sha256": "0" * 64}
 WITHHELD = [OFFER | {"why": "it is not confirmed"}]

@@ -97,7 +97,7 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: W
     stopped = threading.Event()
     world.groups[0].stop = stopped.set
 
-    def write(*_: Any) -> Path:
+    def write(*_: Any, **__: Any) -> Path:
         assert stopped.wait(10)
         return tmp_path / "step-4"
 

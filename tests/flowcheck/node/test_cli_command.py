@@ -129,7 +129,7 @@ def test_a_node_without_a_port_holds_copies_and_needs_no_dpdk(
     checked: list[bool] = []
     monkeypatch.setattr(holder, "Holder", Kept)
     monkeypatch.setattr(holder, "check", lambda settings, as_json: checked.append(as_json))
-    text = (f'[tokens]\nreader = "{tmp_path}/token"\n[api]\nlisten = "127.0.0.1:0"\n'
+    text = (f'[tokens]\nreader = "{tmp_path}/token"\npeer = "{tmp_path}/token"\n[api]\nlisten = "127.0.0.1:0"\n'
             f'[protect]\ncopies = ["127.0.0.1:9"]\ndirectory = "{tmp_path}"\n[output]\ndirectory = "{tmp_path}"\n')
     assert [command("--check", "--json", text=text), command("--check", text=text)] == [0, 0]
     assert checked == [True, False] and capfd.readouterr().out == ""

@@ -138,7 +138,7 @@ def test_a_node_is_no_peer_of_its_own(tmp_path: Path) -> None:
     assert refused.value.where.endswith("node.toml: replica.peers")
 
 
-def test_versions_of_peers_are_asked_of_others_with_a_token_of_readers(tmp_path: Path) -> None:
+def test_versions_of_peers_are_asked_of_others_with_a_token_of_peers(tmp_path: Path) -> None:
     path = settings(tmp_path, "[replica]", '[replica]\npeer_versions = ["b:7071", "[::1]:7"]')
     assert load(path).replica.version_addresses == [("b", 7071), ("::1", 7)] and load(path).replica.regions == 4
     text = path.read_text()
@@ -150,7 +150,7 @@ def test_versions_of_peers_are_asked_of_others_with_a_token_of_readers(tmp_path:
     path.write_text(text + f'[tokens]\ntrainer = "{tmp_path}/token"\n')
     with pytest.raises(UserError, match=r"is missing, and replica\.peer_versions names nodes") as refused:
         load(path)
-    assert "tokens.reader" in refused.value.where
+    assert "tokens.peer" in refused.value.where
 
 
 @pytest.mark.parametrize(("table", "key"), [

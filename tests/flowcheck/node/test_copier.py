@@ -19,10 +19,11 @@ from flowcheck.node.copier import Copier, Rules
 from flowcheck.node.holdings import DiskShelf
 from flowcheck.node.journal import FOLDER, JobText, Journal
 
-from ..hand_api import KEY, HandApi, HandVersion
+from ..hand_api import KEY, NODE_KEY, HandApi, HandVersion
 from ..hand_node import until
 
 Said = list[tuple[str, dict[str, Any]]]
+ASKS = {"key": NODE_KEY, "keys": [NODE_KEY], "ca": ""}
 
 
 @pytest.fixture
@@ -265,9 +266,9 @@ def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copi
 @pytest.mark.parametrize("own", ["", "127.0.0.1:9", "[::1]:9"])
 def test_what_comes_from_here_is_not_paced(make: Callable[..., Copier], own: str) -> None:
     """A node without an API has no address, and everything that it reads is from others."""
-    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": "", "own": own, "rate": 8 << 20})
+    sources = module._Sources(make(), {"sources": [], "own": own, "rate": 8 << 20, **ASKS})
     nodes = {node.name: node.again().pace for node in sources.nodes([("127.0.0.1", 9), ("127.0.0.1", 8), ("::1", 9)])}
     assert {name for name, pace in nodes.items() if pace is None} == {own} - {""}
     assert len({id(pace) for pace in nodes.values() if pace is not None}) == 1, "they do not share one"
-    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": "", "own": own, "rate": 0})
+    sources = module._Sources(make(), {"sources": [], "own": own, "rate": 0, **ASKS})
     assert sources.node(("127.0.0.1", 8)).pace is None, "as fast as they come"

@@ -16,14 +16,15 @@ from flowcheck.node import copier as module
 from flowcheck.node import sitting
 from flowcheck.node.copier import Copier, Rules
 from flowcheck.node.decided import Member
-from flowcheck.node.etcd import Etcd
 from flowcheck.node.parity_shelf import Placed
 from flowcheck.node.rounds import Streams
 
-from ..hand_api import KEY, HandApi, HandVersion
+from ..hand_api import NODE_KEY, HandApi, HandVersion
 from ..hand_node import until
-from .registry_scene import etcd_server
+from .registry_scene import etcd_server, signed
 from .test_copier import Said, node, steps
+
+ASKS = {"key": NODE_KEY, "keys": [NODE_KEY], "ca": ""}
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_a_source_for_which_there_was_no_thread_gets_one_later(
 def test_whom_the_registry_says_is_followed_once_there_is_a_thread(
     make: Callable[..., Copier], api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": "", "own": "127.0.0.1:9", "rate": 0})
+    sources = module._Sources(make(), {"sources": [], "own": "127.0.0.1:9", "rate": 0, **ASKS})
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -135,10 +136,11 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
         return step in steps(tmp_path)
 
     with etcd_server(tmp_path / "etcd") as server, HandApi(HandVersion(4)) as api, contextlib.ExitStack() as stack:
-        source = Etcd(server.endpoints, "c", seconds=30.0)
+        source = signed(server.endpoints, "c")
         member = Member(Site("source"), api.name)
         source.renew({"members/source": member.text()})
-        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "replicas": 2, "grace": 0.2,
+        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "cert": None, "user": "",
+                    "replicas": 2, "grace": 0.2,
                     "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
                     "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path),
                     "code": None}
@@ -146,10 +148,11 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
         def begin() -> threading.Event:
             copier = Copier(copies, Rules(seconds=0.01), say)
             stack.callback(copier.close, 60.0)
-            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": "", "own": "127.0.0.1:9", "rate": 0})
+            sources = module._Sources(copier, {"sources": [], "own": "127.0.0.1:9", "rate": 0, **ASKS})
             ending = threading.Event()
             thread = threading.Thread(target=sitting.sit, args=(
-                registry, copies / "placement.json", copier.held, list, sources.placed, sources.node, say, ending))
+                registry, copies / "placement.json", copier.held, list, sources.placed, sources.node, sources.keys,
+                say, ending))
             thread.start()
             stack.callback(thread.join, 60.0)
             stack.callback(ending.set)
@@ -192,7 +195,7 @@ def test_parity_is_the_registrys_to_place(tmp_path: Path, said: Said, monkeypatc
 
     with etcd_server(tmp_path / "etcd") as server, HandApi() as one, HandApi() as two, contextlib.ExitStack() as stack:
         nodes = dict(zip(("n0", "n1"), (one, two), strict=True))
-        sessions = {name: Etcd(server.endpoints, "c", seconds=30.0) for name in nodes}
+        sessions = {name: signed(server.endpoints, "c") for name in nodes}
 
         def versions(step: int) -> None:
             for number, api in enumerate(nodes.values()):
@@ -206,7 +209,8 @@ def test_parity_is_the_registrys_to_place(tmp_path: Path, said: Said, monkeypatc
                                f"have/{name}": json.dumps({"epoch": 0, "copies": [], "own": own})})
             return False
 
-        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "replicas": 1, "grace": 0.2,
+        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "cert": None, "user": "",
+                    "replicas": 1, "grace": 0.2,
                     "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
                     "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path),
                     "code": [2, 1]}
@@ -215,11 +219,11 @@ def test_parity_is_the_registrys_to_place(tmp_path: Path, said: Said, monkeypatc
             rules = Rules(seconds=0.01)
             copier = Copier(copies, rules, say)
             stack.callback(copier.close, 60.0)
-            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": "", "own": "127.0.0.1:9", "rate": 0})
+            sources = module._Sources(copier, {"sources": [], "own": "127.0.0.1:9", "rate": 0, **ASKS})
             ending = threading.Event()
             threads = [threading.Thread(target=sitting.sit, args=(
                 registry, copies / "placement.json", copier.held, Streams(parity).held, sources.placed, sources.node,
-                say, ending)), threading.Thread(target=module._go_round, args=(
+                sources.keys, say, ending)), threading.Thread(target=module._go_round, args=(
                     parity, rules, copier, sources, say, ending))]
             for thread in threads:
                 thread.start()

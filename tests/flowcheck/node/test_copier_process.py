@@ -133,9 +133,10 @@ def test_whom_the_registry_tells(process: Process, monkeypatch: pytest.MonkeyPat
     assert did == ["flowcheck registry", "copier ends", ("flowcheck registry ends", END_SECONDS, True)]
     [(target, given, _)] = process.threads
     assert target is module.sit
-    registry, kept, held, streams, placed, node, say, _ = given
+    registry, kept, held, streams, placed, node, keys, say, _ = given
     assert (registry, kept, streams, say) == (REGISTRY, Path("/copies/placement.json"), list, "say")
     assert (held, placed, node) == (process.copier.held, process.sources.placed, process.sources.node)
+    assert keys == process.sources.keys
 
 
 def test_parity_that_the_registry_places(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

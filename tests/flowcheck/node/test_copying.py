@@ -4,6 +4,8 @@ place of the process."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import json
 import os
 from collections.abc import Iterator
@@ -21,7 +23,15 @@ from flowcheck.node.copying import Copying, check_copies
 from .pipes import Pipes
 
 READER, PEER = "a token of readers alone", "a token of peers alone"
+
 OWN = "127.0.0.1:4"
+
+
+def node_key(token: bytes) -> str:
+    return hmac.new(token, b"flowcheck node 1", hashlib.sha256).hexdigest()
+
+
+KEYS = [node_key(PEER.encode())]
 
 
 class Scene:
@@ -74,7 +84,8 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
 
 def test_a_holder_by_its_settings_alone(scene: Scene, tmp_path: Path) -> None:
     assert scene.settings(scene.config({"copies": ["127.0.0.1:5", "[::1]:6"]})) == {
-        "directory": str(tmp_path / "flowcheck-h.copies"), "key": "a key", "ca": "", "journal": [], "token": "",
+        "directory": str(tmp_path / "flowcheck-h.copies"), "key": "a key", "keys": KEYS, "ca": "",
+        "journal": [], "token": "",
         "sources": [["127.0.0.1", 5], ["::1", 6]], "own": OWN, "rate": 0, "cores": sorted(os.sched_getaffinity(0)),
         "rules": {"every": 1, "keep": 2, "most": 65536 << 20, "seconds": 0.5}, "registry": None, "parity": None,
     }
@@ -90,11 +101,13 @@ def test_a_node_that_follows_and_every_setting(scene: Scene, tmp_path: Path) -> 
     }, tls={"cert": "cert.pem", "key": "key.pem", "ca": "our.pem"}))
     assert found["cores"] == (usable[1:] if len(usable) > 1 else usable)
     assert found == {
-        "directory": str(tmp_path / "flowcheck-h.copies"), "key": "a key", "ca": "our.pem", "sources": [["h", 5]],
+        "directory": str(tmp_path / "flowcheck-h.copies"), "key": "a key", "keys": KEYS, "ca": "our.pem",
+        "sources": [["h", 5]],
         "journal": [[["h", 5], ["h", 9]]], "token": PEER, "own": "me:8", "rate": 16 << 20, "cores": found["cores"],
         "rules": {"every": 3, "keep": 4, "most": 7 << 20, "seconds": 0.25}, "parity": None,
         "registry": {
-            "endpoints": ["http://e:1"], "cluster": "c", "ca": "ca.pem", "replicas": 5, "grace": 2.5, "address": "me:8",
+            "endpoints": ["http://e:1"], "cluster": "c", "ca": "ca.pem", "cert": None,
+            "user": "", "password": "", "replicas": 5, "grace": 2.5, "address": "me:8",
             "follows": True, "standby": True, "own": True, "code": None, "replace": ["run", "it"],
             "replace_seconds": 60.0, "kept": str(tmp_path / "flowcheck-h.copies" / "placement.json"),
             "directory": "/replicas", "site": {"name": "h", "host": "a", "leaf": "b", "rack": "c"},
@@ -137,7 +150,9 @@ def test_other_tokens_are_told(scene: Scene, tmp_path: Path, journal: bool) -> N
     assert scene.given[0]["token"] == (PEER if journal else "")
     (tmp_path / "peer").write_text("another token of peers")
     at.tell("another key")
-    assert scene.pipes.heard() == [{"key": "another key", "token": "another token of peers" if journal else ""}]
+    assert scene.pipes.heard() == [{
+        "key": "another key", "keys": [node_key(b"another token of peers")],
+        "token": "another token of peers" if journal else ""}]
 
 
 # -- what it says --------------------------------------------------------------------------------------------------
@@ -148,7 +163,7 @@ EVENTS: dict[str, list[str]] = {
     "unprotected": ["name", "why"],
     "redone": ["name", "source", "step", "base", "seconds", "why", "path"],
     "unjournaled": ["name", "source", "why"], "registered": ["members", "root", "epoch"],
-    "unregistered": ["why", "epoch", "copies"],
+    "unregistered": ["why", "epoch", "copies"], "unsigned": ["keys", "count", "why"],
     "placed": ["epoch", "members", "copies", "holders", "alone", "together", "parity"],
     "recovering": ["epoch", "lost", "asked", "steps", "void"], "replacing": ["lost", "recovery"],
     "fallback": ["run_id", "shards", "step", "why"], "restored": ["epoch", "since"], "problem": ["name", "why"],

@@ -35,7 +35,7 @@ from updater.replica import Replica
 from ..hand_api import TOKEN, HandApi, HandVersion
 from ..hand_node import until
 from .conftest import LONGEST, NodeProcess
-from .registry_scene import etcd_server
+from .registry_scene import etcd_server, signed
 from .test_service import _iteration, _job, _join, _run
 from .test_serving import ask
 
@@ -45,9 +45,9 @@ WITHOUT = "import sys\nsys.modules['dataplane'] = None\n"  # importing it, or an
 def settings(folder: Path, shm: Path, *sources: str, **protect: Any) -> str:
     (folder / "token").write_text(TOKEN)
     (folder / "token").chmod(0o600)
-    peer = f'peer = "{folder}/token"\n' if "journal" in protect else ""
     more = "".join(f"{key} = {json.dumps(value).replace(': ', ' = ')}\n" for key, value in protect.items())
-    return (f'name = "h"\n[tokens]\nreader = "{folder}/token"\n{peer}[api]\nlisten = "127.0.0.1:0"\n[protect]\n'
+    return (f'name = "h"\n[tokens]\nreader = "{folder}/token"\npeer = "{folder}/token"\n'
+            '[api]\nlisten = "127.0.0.1:0"\n[protect]\n'
             f'copies = {json.dumps(list(sources))}\ndirectory = "{shm}"\nseconds = 0.05\n{more}')
 
 
@@ -124,7 +124,7 @@ def test_a_pull_is_no_faster_than_it_may_be(start: Callable[..., NodeProcess]) -
 def test_its_metrics_are_there_although_it_has_no_port(tmp_path: Path) -> None:
     """What is made of captures is empty for it, and has to have their form."""
     given = NodeConfig.model_validate({
-        "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:0"},
+        "tokens": dict.fromkeys(("reader", "peer"), str(tmp_path / "token")), "api": {"listen": "127.0.0.1:0"},
         "protect": {"copies": ["127.0.0.1:9"], "directory": str(tmp_path)},
     })
     (tmp_path / "token").write_text(TOKEN)
@@ -136,7 +136,7 @@ def test_its_metrics_are_there_although_it_has_no_port(tmp_path: Path) -> None:
 def test_a_place_that_others_have_made_is_refused(tmp_path: Path) -> None:
     """Before the holder, in /dev/shm: what lies there would be offered as its copies."""
     given = NodeConfig.model_validate({
-        "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:0"},
+        "tokens": dict.fromkeys(("reader", "peer"), str(tmp_path / "token")), "api": {"listen": "127.0.0.1:0"},
         "protect": {"copies": ["127.0.0.1:9"], "directory": str(tmp_path)},
     })
     directory = check_copies(given)
@@ -245,11 +245,9 @@ def test_a_node_that_is_killed_with_a_journal(
 @pytest.mark.slow
 def test_holders_that_find_each_other(start: Callable[..., NodeProcess], tmp_path: Path) -> None:
     """Two holders and a node, in a real etcd, which is killed: copies go on, and it is said once."""
-    from flowcheck.node.etcd import Etcd
-
     with etcd_server(tmp_path / "etcd") as server, HandApi(HandVersion(3)) as api:
         registry = {"registry": server.endpoints, "grace": 2.0}
-        source = Etcd(server.endpoints, "default", seconds=30.0)
+        source = signed(server.endpoints, "default")
         member = Member(Site("source", leaf="l1"), api.name)
         source.renew({"members/source": member.text()})
         holder = start(**registry, leaf="l2")
@@ -276,7 +274,7 @@ def config_of(tmp_path: Path, text: str) -> Path:
     ("was", "now", "where", "said"),
     [
         ('[api]\nlisten = "127.0.0.1:0"\n', "", "api", "nobody could have the copies"),
-        ('[tokens]\nreader = "{}/token"\n', "", "tokens.reader", "protect.copies names nodes that ask for one"),
+        ('\npeer = "{}/token"', "", "tokens.peer", "nodes that keep copies prove to each other"),
         ('copies = ["127.0.0.1:5"]', "copies = []", "protect.copies", "names nobody"),
         ('copies = ["127.0.0.1:5"]', 'registry = ["http://h"]', "protect.registry", "is not an endpoint of etcd"),
         ('copies = ["127.0.0.1:5"]', 'advertise = "h"\nregistry = ["http://h:1"]', "protect.advertise", "HOST:PORT"),
@@ -300,7 +298,17 @@ def config_of(tmp_path: Path, text: str) -> Path:
         ("seconds = 0.05", "standby = true", "protect.standby", "protect.registry is missing"),
         ("seconds = 0.05", 'replace = ["a"]', "protect.replace", "protect.registry is missing"),
         ("seconds = 0.05", 'journal = {"127.0.0.1:6" = "127.0.0.1:7"}', "protect.journal", "is none of protect.copies"),
-        ("seconds = 0.05", 'journal = {"127.0.0.1:5" = "127.0.0.1:7"}', "tokens.peer", "protect.journal names nodes"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["https://me:hidden@h:1"]', "protect.registry", "user or a password"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["https://h:1"]\nregistry_user = "me"', "protect.registry_user",
+         "needs protect.registry_password_file"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["https://h:1"]\nregistry_key = "k"', "protect.registry_cert",
+         "needs protect.registry_key"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["http://h:1"]\nregistry_cert = "c"\nregistry_key = "k"',
+         "protect.registry", "is not encrypted"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["http://h:1"]\nregistry_user = "me"\nregistry_password_file = "p"',
+         "protect.registry", "is not encrypted"),
+        ("seconds = 0.05", 'registry_user = "me"\nregistry_password_file = "p"', "protect.registry_user",
+         "protect.registry is missing"),
         ('copies = ["127.0.0.1:5"]', 'replace = [""]\nregistry = ["http://h"]', "protect.replace", "names no program"),
     ],
 )
@@ -321,7 +329,7 @@ def test_settings_that_fit_no_holder(
 def made(tmp_path: Path, *sources: str, **protect: Any) -> NodeConfig:
     (tmp_path / "token").write_text(TOKEN)
     return NodeConfig.model_validate({
-        "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:4"},
+        "tokens": dict.fromkeys(("reader", "peer"), str(tmp_path / "token")), "api": {"listen": "127.0.0.1:4"},
         "protect": {"copies": sources, "directory": str(tmp_path), **protect},
     })
 
@@ -352,7 +360,7 @@ def test_another_token_is_shown_at_once(tmp_path: Path) -> None:
     with HandApi(HandVersion(3)) as api:
         (tmp_path / "token").write_text("a token that nobody takes")
         given = NodeConfig.model_validate({
-            "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:0"},
+            "tokens": dict.fromkeys(("reader", "peer"), str(tmp_path / "token")), "api": {"listen": "127.0.0.1:0"},
             "protect": {"copies": [api.name], "directory": str(tmp_path), "seconds": 0.05},
         })
         with Holder(given, lambda event, **fields: events.append((event, fields))) as holder:

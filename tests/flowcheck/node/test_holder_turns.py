@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 
 from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import holder as module
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.holder import Holder, check
 
 TOKEN = "a token that only tests have"
-KEY = reader_key(TOKEN.encode())
+KEY, PROVEN = reader_key(TOKEN.encode()), node_key(TOKEN.encode()).hex()
 
 
 def config(folder: Path, *sources: str, listen: str = "127.0.0.1:4", **protect: Any) -> NodeConfig:
     (folder / "token").write_text(TOKEN)
     (folder / "token").chmod(0o600)
     return NodeConfig.model_validate({
-        "name": "h", "tokens": {"reader": str(folder / "token")}, "api": {"listen": listen},
+        "name": "h", "tokens": dict.fromkeys(("reader", "peer"), str(folder / "token")), "api": {"listen": listen},
         "protect": {"copies": sources, "directory": str(folder), **protect},
     })
 
@@ -79,7 +80,7 @@ def test_it_begins_and_ends_in_order(scene: Scene) -> None:
     with scene.holder() as holder:
         (first, keys), second = scene.since()
         assert first == "serving" and KEY in keys and "reader" in keys[KEY]
-        assert second == ("copying", KEY, "127.0.0.1:77") and holder.api == "127.0.0.1:77"
+        assert second == ("copying", PROVEN, "127.0.0.1:77") and holder.api == "127.0.0.1:77"
         scene.serving_says("problem", why="a")
         scene.copying_says("copied", name="", step=1, bytes=2)
         assert [event for event, _ in scene.said] == ["problem", "copied"]
@@ -108,13 +109,13 @@ def test_what_is_done_again_and_again(scene: Scene, tmp_path: Path) -> None:
         holder.reload()
         holder.turn()
         assert holder._reload is False
-        other = reader_key(b"another token of readers")
+        other, proven = reader_key(b"another token of readers"), node_key(b"another token of readers").hex()
         first, second, (who, what, keys), told, alive = scene.since()
         assert (first, second, alive) == (("copying", "look"), ("serving", "look"), "alive")
         assert (who, what) == ("serving", "tell") and other in keys and KEY not in keys
-        assert told == ("copying", "tell", other)
+        assert told == ("copying", "tell", proven)
         holder.turn()
-        assert ("copying", "tell", other) not in scene.since(), "once"
+        assert ("copying", "tell", proven) not in scene.since(), "once"
 
 
 def test_what_it_tells_of_itself_has_no_captures(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import parity_shelf as module
 from flowcheck.node.answering import serve, server_of
 from flowcheck.node.api import make_app
+from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.holdings import Gone, Pressed
 from flowcheck.node.parity_shelf import ParityShelf, StreamShelf
 from flowcheck.node.rounds import Rounds, kept_in
@@ -73,7 +74,7 @@ class Group:
         shelf = ParityShelf(directory, lambda: [Node(one, KEY, LONGEST) for one in others], 1 << 30)
         self.shelves[number] = shelf
         server = server_of(make_app({PARITY: shelf}, KEY, None, StreamShelf(directory)))
-        thread = threading.Thread(target=serve, args=(server, sock))
+        thread = threading.Thread(target=serve, args=(server, sock, Limits()))
         thread.start()
         try:
             yield

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import Proven, node_key
 from flowcheck.job.clock import Clock
 from flowcheck.node import peering
 from flowcheck.node.catching_up import QUIET_SECONDS
@@ -85,7 +85,7 @@ def test_an_authority_is_read_where_somebody_is_asked(
     assert context == ([("the authority",)] if asked else [])
 
 
-def test_whose_versions_are_taken_is_asked_with_the_readers_key(
+def test_whose_versions_are_taken_is_asked_with_the_nodes_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: Noted
 ) -> None:
     catching, node = Noted(), Noted()
@@ -98,5 +98,6 @@ def test_whose_versions_are_taken_is_asked_with_the_readers_key(
     assert (name, start) == ("dp0", "its start")
     nodes()
     ((address, key, seconds, tls),) = node
-    assert key == reader_key(b"a token that only tests have") and (seconds, tls) == (QUIET_SECONDS, context)
+    assert key == node_key(b"a token that only tests have").hex() and isinstance(key, Proven)
+    assert (seconds, tls) == (QUIET_SECONDS, context)
     assert str(address[0] if isinstance(address, tuple) else address).startswith("192.0.2.1")

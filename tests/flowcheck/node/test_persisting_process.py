@@ -50,7 +50,8 @@ class Scene:
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.root = root
         self.settings: dict[str, Any] = {
-            "node": "n", "replicas": str(shm), "probe": False, "cores": [], "store": {
+            "node": "n", "replicas": str(shm), "probe": False, "token_file": "", "readable_by": "owner",
+            "cores": [], "store": {
                 "url": str(root), "options": {}, "every": 1, "minutes": 0.0, "keep": 0, "keep_hours": 0.0,
                 "keep_every": 0, "seconds": SECONDS,
             }}
@@ -178,7 +179,7 @@ def test_a_place_that_hangs_is_not_waited_for(
     scene.settings["probe"], scene.kind = check, Began
     scene.settings["store"]["seconds"] = 0.02
     monkeypatch.setattr(persisting, "_open", opening)
-    monkeypatch.setattr(persisting, "MemoryShelf", lambda *_: (_ for _ in ()).throw(Exit("goes on")))
+    monkeypatch.setattr(persisting, "MemoryShelf", lambda *_, **__: (_ for _ in ()).throw(Exit("goes on")))
     try:
         if opens and not check:
             with pytest.raises(Exit, match="goes on"):

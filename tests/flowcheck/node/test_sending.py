@@ -25,6 +25,7 @@ from uvicorn.server import ServerState
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.node import sending
 from flowcheck.node.answering import serve, server_of
+from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.sending import NAME, FromMemory, Offering
 
 from ..certificates import issue
@@ -46,7 +47,7 @@ class Scene:
         self.server = server_of(Starlette(routes=[
             Route("/data", self._data), Route("/text", lambda request: PlainTextResponse("text")),
         ]), None if tls is None else lambda *_: tls)
-        self._thread = threading.Thread(target=serve, args=(self.server, listening))
+        self._thread = threading.Thread(target=serve, args=(self.server, listening, Limits()))
         self._thread.start()
 
     async def _data(self, request: Request) -> Response:

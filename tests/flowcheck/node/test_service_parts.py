@@ -87,7 +87,7 @@ def test_copies_are_made_by_its_settings_and_key_and_said(
     make: Make, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copying = noted(monkeypatch, "Copying")
-    access = SimpleNamespace(of=lambda role: [b"token"], keys=(), tls=None)
+    access = SimpleNamespace(of=lambda role: [b"token"], keys=(), vouch=None, tls=None)
     monkeypatch.setattr(service, "_check_files", lambda *_: access)
     make()
     assert copying.given == []
@@ -128,7 +128,7 @@ def test_neighbours_are_told_over_tls_where_there_is_somebody_to_tell(
 ) -> None:
     neighbours = noted(monkeypatch, "Neighbours")
     monkeypatch.setattr(service, "client_context", lambda ca: ("context of", ca))
-    monkeypatch.setattr(service, "_check_files", lambda *_: SimpleNamespace(of={}, keys=(), tls=None))
+    monkeypatch.setattr(service, "_check_files", lambda *_: SimpleNamespace(of={}, keys=(), vouch=None, tls=None))
     for nodes in ([], ["h:1", "[::1]:2"]):
         make(also={"tls": SimpleNamespace(ca="our.pem")}, common={"nodes": nodes}).close()
     assert [(addresses, tls) for addresses, _, _, _, tls in neighbours.given] == [
@@ -140,7 +140,7 @@ def test_the_control_port_has_the_groups_their_shelves_and_what_other_nodes_say(
     make: Make, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control = noted(monkeypatch, "ControlServer")
-    access = SimpleNamespace(of={}, keys=(), tls=None)
+    access = SimpleNamespace(of={}, keys=(), vouch=None, tls=None)
     monkeypatch.setattr(service, "_check_files", lambda *_: access)
     node = make(replica={"directory": str(make().config.replica.directory), "resync": "state"})
     (_, (address, of, connections, group, say, shelf, wanted, _, hear, *strangers)) = control.given
@@ -160,7 +160,7 @@ def test_drops_are_those_of_each_capture_and_checkpoints_as_often_as_it_says(
                 output={"every": 7, "directory": str(tmp_path)})
     assert [(one, say) for one, _, say in drops.given] == [(one, world.say) for one in node._planned]
     assert [of.args for _, of, _ in drops.given] == [(0,), (1,)]
-    assert writer.given == [(world.say, 7)]
+    assert [(say, every) for say, every, _ in writer.given] == [(world.say, 7)]
 
 
 def test_of_three_captures_each_is_started_once(make: Make, world: World) -> None:
@@ -184,7 +184,7 @@ def test_of_three_captures_each_is_started_once(make: Make, world: World) -> Non
 
 def test_trainers_are_answered_with_the_certificate_of_the_moment(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     control = noted(monkeypatch, "ControlServer")
-    access = SimpleNamespace(of={}, keys=(), tls="before")
+    access = SimpleNamespace(of={}, keys=(), vouch=None, tls="before")
     monkeypatch.setattr(service, "_check_files", lambda *_: access)
     make()
     tls = control.given[0][7]

@@ -15,7 +15,8 @@ from flowcheck.node import sitting
 
 from .conftest import LONGEST
 
-SAID = {"endpoints": ["http://127.0.0.1:1"], "cluster": "c", "ca": "", "replicas": 2, "grace": 0.2,
+SAID = {"endpoints": ["http://127.0.0.1:1"], "cluster": "c", "ca": "", "cert": None, "user": "",
+        "replicas": 2, "grace": 0.2,
         "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False, "standby": False,
         "own": False, "replace": [], "replace_seconds": 1.0, "code": None}
 
@@ -66,7 +67,7 @@ def test_a_placement_that_cannot_be_followed_costs_no_lease(tmp_path: Path, monk
 
     seat.found = {"source": "10.0.0.2:0"}
     thread = threading.Thread(target=sitting.sit, args=(
-        SAID | {"directory": str(tmp_path)}, tmp_path / "placement.json", list, list, take, None,
+        SAID | {"directory": str(tmp_path)}, tmp_path / "placement.json", list, list, take, None, list,
         lambda event, **fields: said.append((event, fields["why"])), ending))
     thread.start()
     try:

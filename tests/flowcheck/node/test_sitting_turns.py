@@ -19,7 +19,8 @@ from flowcheck.node.sitting import TURN_SECONDS, Persistent
 
 from ..hand_node import LONGEST, until
 
-SAID = {"endpoints": ["http://etcd:1"], "cluster": "c", "ca": "ca.pem", "replicas": 3, "grace": 7.0,
+SAID = {"endpoints": ["http://etcd:1"], "cluster": "c", "ca": "ca.pem", "cert": None, "user": "",
+        "replicas": 3, "grace": 7.0,
         "address": "127.0.0.1:9", "site": {"name": "holder", "host": "h", "leaf": "l", "rack": "r"}, "follows": False,
         "standby": True, "own": False, "replace": [], "replace_seconds": 60.0, "code": None, "directory": "/replicas"}
 
@@ -43,11 +44,11 @@ class Sat:
         self.offers: list[Offer] = [offer("s1", 3, 1.0), offer("s0", 4, None, epoch=2)]
         self.steps, self.part = {("run", 0): 4}, object()
         self._answers, self._takes, self._spent, self._at = list(answers), list(takes), spent, 50.0
-        for name in ("Etcd", "Operator", "Seat", "MemoryShelf"):
+        for name in ("Etcd", "Signed", "Operator", "Seat", "MemoryShelf"):
             monkeypatch.setattr(sitting, name, lambda *given, name=name, **named: self._make(name, given, named))
         monkeypatch.setattr(sitting, "time", SimpleNamespace(monotonic=lambda: self._at))
         sitting.sit(SAID | said, Path("/placement.json"), lambda: ["held"], lambda: ["streams"], self._take,
-                    "node", lambda event, **fields: self.said.append((event, fields)), self)  # type: ignore[arg-type]
+                    "node", lambda: [b"k"], lambda event, **fields: self.said.append((event, fields)), self)  # type: ignore[arg-type]
 
     def _make(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self.made[name] = given, named
@@ -77,7 +78,9 @@ class Sat:
 def test_what_a_seat_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     sat = Sat(monkeypatch)
     given, named = sat.made["Seat"]
-    assert given[0].name == "Etcd" and sat.made["Etcd"] == ((["http://etcd:1"], "c", "ca.pem"), {})
+    assert sat.made["Etcd"] == ((["http://etcd:1"], "c", "ca.pem"), {"cert": None, "login": None})
+    registry, cluster, keys, _ = sat.made["Signed"][0]
+    assert (given[0].name, registry.name, cluster, keys()) == ("Signed", "Etcd", "c", [b"k"])
     assert given[1] == Member(Site("holder", "h", "l", "r"), "127.0.0.1:9", False, True, False)
     assert given[2:4] == (3, 7.0) and given[5] == Path("/placement.json")
     assert (named["operator"], named["wait"], named["code"]) == (None, 60.0, None)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import node_key
 from flowcheck.node import tokens
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.tokens import LOOK_SECONDS, Access, keys_of, read_by_others
@@ -123,7 +124,7 @@ def test_a_certificate_is_read_with_the_tokens(tmp_path: Path, monkeypatch: pyte
 def test_who_may_ask_over_http() -> None:
     held = {"trainer": (b"one", b"two"), "peer": (b"peer",), "reader": (b"two",), "operator": (b"three",)}
     expected = {reader_key(b"one"): ["trainer"], reader_key(b"two"): ["trainer", "reader"],
-                reader_key(b"three"): ["operator"]}
+                reader_key(b"three"): ["operator"], node_key(b"peer").hex(): ["peer"]}
     assert keys_of(held, False) == expected
     assert keys_of(held, True) == expected | {"three": ["operator"]}
     shared = keys_of({"trainer": (b"one",), "operator": (b"one",)}, False)
@@ -133,11 +134,12 @@ def test_who_may_ask_over_http() -> None:
 
 def test_an_operators_own_token_may_be_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = Scene(tmp_path, monkeypatch)
-    assert at.access.keys["the token of every operator"] == ["operator"] and len(at.access.keys) == 4
+    assert at.access.keys["the token of every operator"] == ["operator"] and len(at.access.keys) == 5
     (tmp_path / "one").write_bytes(AGAIN)
     control = {"listen": "127.0.0.1:0", "token_file": str(tmp_path / "one")}
     at = Scene(tmp_path, monkeypatch, tokens={}, control=control)
-    assert at.access.keys == {reader_key(AGAIN): ["trainer", "reader", "operator"]} and at.access.of("nobody") == ()
+    assert at.access.keys == {reader_key(AGAIN): ["trainer", "reader", "operator"], node_key(AGAIN).hex(): ["peer"]}
+    assert at.access.of("nobody") == ()
 
 
 def test_files_that_others_may_read_are_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

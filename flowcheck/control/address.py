@@ -1,0 +1,49 @@
+"""HOST:PORT, as settings, arguments and other nodes say it: the one place where that is read.
+
+    host_and_port("10.0.0.2:7071") -> ("10.0.0.2", 7071)      host_and_port("[::1]:7071") -> ("::1", 7071)
+    host_and_port("10.0.0.2") -> None                         None: it is not an address
+
+A port is ASCII digits, 1 to 65535. A host is a name that can be looked up, an IPv4 address, or an IPv6 address in
+brackets, or without. Standard library.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+__all__ = ["host_and_port", "text_of"]
+
+_PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
+_SIX = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,32})?", re.ASCII)
+MOST_HOST = 253  # characters: longer ones no name server has
+_NEVER = frozenset(" []/\\@?#,'\"`:")
+
+
+def host_and_port(text: Any, least: int = 1, brackets: bool = False) -> tuple[str, int] | None:
+    """Host without brackets, and port. least: 0 where any free port may be meant. brackets: an IPv6 address has to be
+    in them. None: it is not an address."""
+    host, found, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not found or not _PORT.fullmatch(port) or not least <= int(port) < 65536 or not 0 < len(host) <= MOST_HOST:
+        return None
+    if ":" in host:
+        if brackets and host[0] != "[":
+            return None
+        host = host[1:-1] if host[0] == "[" and host[-1] == "]" else host
+        return (host, int(port)) if _SIX.fullmatch(host) else None
+    return (host, int(port)) if _is_name(host) else None
+
+
+def text_of(host: str, port: int) -> str:
+    """The other way."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_name(host: str) -> bool:
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    same = unicodedata.normalize("NFKC", host) == host  # not the digits and dots of other widths
+    return same and host.isprintable() and _NEVER.isdisjoint(host)
