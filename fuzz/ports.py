@@ -193,6 +193,19 @@ def _requests(out: Outcome, more: Callable[[], bool]) -> None:
         runner.run(_serve(app, Streams([], out.seed, ids), out, more))
 
 
+class Anybody:
+    """A connection that came through no door."""
+
+    abort: Any = None
+    busy: Any = None
+
+    def offer(self, scope: Any) -> None: ...
+
+    def answered(self) -> None: ...
+
+    def gone(self) -> None: ...
+
+
 async def _serve(app: Any, streams: Streams, out: Outcome, more: Callable[[], bool]) -> None:
     draw = random.Random(out.seed)
     loop, failed = asyncio.get_running_loop(), list[dict[str, Any]]()
@@ -206,7 +219,9 @@ async def _serve(app: Any, streams: Streams, out: Outcome, more: Callable[[], bo
     kind: Any = config.http_protocol_class
 
     def connection() -> Any:
-        return kind(config=config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop)
+        made = kind(config=config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop)
+        made.visitor = Anybody()
+        return made
 
     async def client() -> None:
         while more():

@@ -320,9 +320,9 @@ class Bye:
 
 @dataclass
 class Wanted:
-    """Node: what it needs ("flows", "manifest", "state") to have versions again, and why. Alone and before all else:
-    "user", it keeps the states of ranks; that stays so for the connection, and a trainer that does not know it may
-    ignore it. "userhead", likewise: a state may come as UserHead."""
+    """Node: what it needs ("flows", "manifest", "state") to have versions again, and why. Before all else, and without
+    these: "user", it keeps the states of ranks; that stays so for the connection. "userhead" beside it: a state may
+    come as UserHead."""
 
     what: list[str]
     why: str

@@ -189,8 +189,7 @@ class _Office:
             if hello.role == "peer":
                 serve(link, partial(self._shelf_of, hello.group), self._hear)
             else:
-                for kept in ("user", "userhead"):
-                    link.send(Wanted([kept], ""), seconds=link.limits().seconds)
+                link.send(Wanted(["user", "userhead"], ""), seconds=link.limits().seconds)
                 _Connection(link, hello, self._group_of).run()
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)

@@ -178,8 +178,6 @@ class Told:
                 raise UserError("the optimizer clips and scales itself, and the script says another factor",
                                 where="step", remedy="step() without clip= and scale=; no clip_grad_norm_ besides")
             return heard[0], heard[1], heard[2] or skipped
-        if clips:
-            clip = _one_factor(clips, clip)
         if early:
             raise UserError("gradients were clipped before they were unscaled, which rounds otherwise",
                             where="clip_grad_norm_", remedy="scaler.unscale_(optimizer) before clipping")
@@ -193,6 +191,10 @@ class Told:
                             remedy="skipped=True only where the optimizer did nothing")
         else:
             skipped = steps == 0
+        if clips and skipped:  # no gradient was used, whatever it was multiplied with, or is said to have been
+            clip = float(clips[0][0]) if clip is None else clip
+        elif clips:
+            clip = _one_factor(clips, clip)
         if scale is None:
             if unscaled is not None:
                 scale = float(unscaled)

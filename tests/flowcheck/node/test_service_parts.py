@@ -280,7 +280,7 @@ def test_a_core_that_a_check_refuses_is_said_with_its_device(
 
 
 def test_where_it_listens_is_said(world: World) -> None:
-    config = SimpleNamespace(groups=2, token_files={}, tls=None)
+    config = SimpleNamespace(groups=2, token_files={}, tls=None, protect=None)
     node = SimpleNamespace(control=SimpleNamespace(address="c:1"), config=config,
                            api="a:2")
     service.Node.announce(node, world.say)  # type: ignore[arg-type]

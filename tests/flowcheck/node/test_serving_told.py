@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from flowcheck.control.ask import reader_key
+from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import serving
 from flowcheck.node.config import NodeConfig
@@ -24,6 +25,7 @@ from flowcheck.node.serving import AGAIN_SECONDS, END_SECONDS, Serving
 
 from .pipes import Pipes
 
+PEER = "a token of nodes alone"
 KEYS = {"a key": ["reader"], "another": ["operator"]}
 READER = "a token of readers alone"
 
@@ -39,6 +41,7 @@ class Scene:
         self.made: list[Serving] = []
         self.fails: OSError | None = None
         (folder / "reader").write_text(READER)
+        (folder / "peer").write_text(PEER)
 
     def popen(self, command: list[str], **given: Any) -> Pipes:
         self.commands.append((command, given))
@@ -50,7 +53,8 @@ class Scene:
     def config(self, **tables: Any) -> NodeConfig:
         return NodeConfig.model_validate({
             "name": "n", "control": {"listen": "127.0.0.1:0", "token_file": "t"}, "capture": {"device": "x"},
-            "tokens": {"reader": str(self.folder / "reader")}, "api": {"listen": "127.0.0.1:0"},
+            "tokens": {"reader": str(self.folder / "reader"), "peer": str(self.folder / "peer")},
+            "api": {"listen": "127.0.0.1:0"},
             "replica": {"directory": "/replicas", "slots": 4}, "output": {"directory": "/out"}, **tables,
         })
 
@@ -122,7 +126,7 @@ def test_a_node_with_nothing_but_an_api(scene: Scene) -> None:
     assert found == {
         "keys": KEYS, "tls": None, "node": "n", "replicas": "/replicas", "checkpoints": "/out", "reserved": 0,
         "cores": sorted(os.sched_getaffinity(0)), "follows": True, "shadow": 0, "copies": None, "store": None,
-        "parity": None, "shown": "", "limits": {"connections": 256, "strangers": 1024, "per_address": 256},
+        "parity": None, "shown": "", "names": [], "limits": {"connections": 256, "strangers": 1024, "per_address": 256},
     }
 
 
@@ -144,8 +148,9 @@ def test_a_node_with_all_of_it(scene: Scene, tmp_path: Path) -> None:
 def test_a_token_of_all_roles_is_the_key_of_each(scene: Scene) -> None:
     scene.begin(keys=b"a token that only tests have")
     [found] = scene.pipes[0].heard()
-    [(key, roles)] = found["keys"].items()
-    assert key == reader_key(b"a token that only tests have") and sorted(roles) == sorted(serving.HTTP_ROLES)
+    token = b"a token that only tests have"
+    assert found["keys"].keys() == {reader_key(token), node_key(token).hex()}
+    assert sorted(found["keys"][reader_key(token)]) == sorted(serving.HTTP_ROLES)
 
 
 def holder(scene: Scene, tmp_path: Path, listen: str = "127.0.0.1:0", **more: Any) -> Any:
@@ -162,7 +167,7 @@ def test_a_holder_of_parity_knows_whom_to_ask(scene: Scene, tmp_path: Path) -> N
     }
     scene.begin(given)
     [found] = scene.pipes[-1].heard()
-    assert found["parity"]["others"] == [["h", 1], ["::1", 2]] and found["shown"] == reader_key(READER.encode())
+    assert found["parity"]["others"] == [["h", 1], ["::1", 2]] and found["shown"] == node_key(PEER.encode()).hex()
 
 
 @pytest.mark.parametrize(("group", "keeps"), [
@@ -179,11 +184,11 @@ def test_whom_a_placement_says_is_asked(scene: Scene, tmp_path: Path) -> None:
         update={"tls": scene.config(tls=tls).tls})
     found = serving._parity(given)
     assert found is not None and found["others"] is None and found["ca"] == "our.pem"
-    assert serving._shown(given) == reader_key(READER.encode())
+    assert serving._shown(given) == node_key(PEER.encode()).hex()
 
 
 def test_a_key_that_cannot_be_read_is_said_before_anything_listens(scene: Scene, tmp_path: Path) -> None:
-    (tmp_path / "reader").unlink()
+    (tmp_path / "peer").unlink()
     with pytest.raises(UserError):
         scene.begin(holder(scene, tmp_path, registry=["http://e:1"], advertise="me:9"))
     assert scene.commands == []
@@ -195,9 +200,9 @@ def test_a_key_that_cannot_be_read_is_said_before_anything_listens(scene: Scene,
 def test_other_keys_are_told_and_kept(scene: Scene, tmp_path: Path) -> None:
     node = scene.begin(holder(scene, tmp_path, registry=["http://e:1"], advertise="me:9"))
     first, = scene.pipes[0].heard()
-    (tmp_path / "reader").write_text("another token of readers")
+    (tmp_path / "peer").write_text("another token of nodes")
     node.tell({"new": ["reader"]})
-    said = {"keys": {"new": ["reader"]}, "shown": reader_key(b"another token of readers")}
+    said = {"keys": {"new": ["reader"]}, "shown": node_key(b"another token of nodes").hex()}
     assert scene.pipes[0].heard() == [said]
     scene.pipes[0].ends(1)
     scene.now += AGAIN_SECONDS

@@ -64,7 +64,7 @@ def test_what_it_is_given(scene: Scene, tmp_path: Path) -> None:
     assert module == MODULE == "flowcheck.node.persisting" and json.loads(json.dumps(settings)) == settings
     assert settings.pop("store") == scene.config.store.model_dump()  # type: ignore[union-attr]
     assert settings == {"node": "n", "replicas": str(tmp_path), "probe": False,
-                        "cores": usable[1:] if len(usable) > 1 else usable, "token_file": "t"}
+                        "cores": usable[1:] if len(usable) > 1 else usable, "token_file": "t", "readable_by": "owner"}
 
 
 def test_a_url_that_is_none_is_refused_before_it_is_started(scene: Scene, tmp_path: Path) -> None:

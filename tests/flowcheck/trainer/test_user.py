@@ -254,8 +254,7 @@ def test_what_has_not_changed_is_not_sent_again(training, hand_node) -> None:
     """To a node that says that it knows this; on each connection anew. What it has then is the whole file."""
     one = training()
     peer = joined(one, hand_node)
-    asked(one, peer)
-    peer.send("wanted", what=["userhead"], why="")
+    peer.send("wanted", what=["user", "userhead"], why="")
     until(lambda: one.attachment._senders[0].takes_head)
     before, sizes = b"", list[int]()
     for does in (None, None, random.random, None):
