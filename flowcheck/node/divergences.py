@@ -26,6 +26,8 @@ import contextlib
 import json
 import os
 import re
+import shutil
+import stat
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -115,6 +117,7 @@ class Divergences:
 
     def _write(self) -> None:
         try:
+            self._clear_way()
             if self._found:
                 write_atomic(self._path, json.dumps([{**asdict(one), "start": of} for one, of in self._found]).encode())
             else:
@@ -122,6 +125,16 @@ class Divergences:
         except (OSError, FlowcheckError) as error:
             what = error.message() if isinstance(error, FlowcheckError) else str(error)
             self._say("problem", why=f"which versions have diverged cannot be said beside the replica: {what}")
+
+
+    def _clear_way(self) -> None:
+        """What lies there under this name and is not ours goes, if we may: nothing could be said to readers."""
+        with contextlib.suppress(OSError):
+            found = self._path.lstat()
+            if stat.S_ISDIR(found.st_mode):
+                shutil.rmtree(self._path)
+            elif not stat.S_ISREG(found.st_mode) or not_mine(found):
+                self._path.unlink()
 
 
 class Notices:
@@ -167,9 +180,11 @@ def _read(path: Path) -> list[tuple[Divergence, str]]:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return []
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or not_mine(found):
+        os.close(fd)
+        return []
     with os.fdopen(fd, "rb") as file:
-        if not_mine(os.fstat(fd)):
-            return []
         try:
             rows = json.loads(file.read(MOST_BYTES))
         except (OSError, ValueError, RecursionError):

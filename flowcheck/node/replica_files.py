@@ -29,6 +29,7 @@ from updater.reader import Reader, not_mine
 
 __all__ = ["LeftoverReplica", "ReplicaFiles"]
 
+DIGITS = 12  # of a number: more is nobody's count, and no name has room for all
 MOST_TAKEN = 1000  # names in a row that somebody else may have taken
 
 
@@ -68,7 +69,7 @@ class ReplicaFiles:
     def _number_of(self, path: Path) -> int:
         """-1: it has none, and is somebody else's."""
         number = path.stem.removeprefix(self._prefix)
-        return int(number) if number.isdecimal() else -1
+        return int(number) if number.isascii() and number.isdecimal() and len(number) <= DIGITS else -1
 
     def found(self) -> list[LeftoverReplica]:
         """What is there and whole, oldest first."""

@@ -57,6 +57,7 @@ __all__ = ["Attachment", "attach"]
 _log = logging.getLogger("flowcheck")
 RENEWALS = 3  # of an attachment, because a script changed what no iteration changes
 RENEWED_WITHIN = 100  # iterations
+LOOK_EVERY = 16  # iterations: between two looks at the names of the model's entries, if nothing else calls for one
 
 
 def attach(
@@ -251,6 +252,12 @@ class Attachment(Told):
         after = Clock().after(self.number)
         checked = self._cadence.due(after)
         kept = cache(partial(self._keeper.give, user, after, *self._world, self._say))
+        looks, self._registered = checked or self._registered or self.number % LOOK_EVERY == 0, False
+        if not renewed and looks and (odd := next(filter(None, (one.odd_entries() for one in self._parts)), "")):
+            for one in self._parts:
+                one.describe()
+            self._describe()
+            renewed = self._renewed(odd)
         it = Over(self.number, clip, scale, bool(skipped), checked, kept, self._world[0], stood, renewed)
         begin = time.monotonic()
         for number, one in enumerate(self._parts):
@@ -277,14 +284,19 @@ class Attachment(Told):
             for one in self._parts:
                 one.describe()
             self._describe()
-        if not known:
+        return self._renewed(change.what)
+
+    def _renewed(self, what: str) -> str:
+        """The job is joined anew. Raises UserError where that comes too often."""
+        where = f"iteration {self.number}"
+        if not any(one.job is not None for one in self._parts):
             return ""  # whatever it was, no version was built on it
         self._renewals = [one for one in self._renewals if one > self.number - RENEWED_WITHIN] + [self.number]
         if len(self._renewals) > RENEWALS:
-            raise UserError(f"{change.what}, for the {len(self._renewals)}th time in {RENEWED_WITHIN} iterations",
+            raise UserError(f"{what}, for the {len(self._renewals)}th time in {RENEWED_WITHIN} iterations",
                             where=where, remedy="change the model and the optimizer's state by optimizer.step() alone,"
                             " or attach where such changes are over")
-        return f"{where}: {change.what}"
+        return f"{where}: {what}"
 
     def _keep_places(self) -> None:
         """Before the update comes what was registered first, and after it what comes first: the hook that looks at

@@ -168,10 +168,6 @@ class Changes:
 
     # -- the step --
 
-    def registered(self, what: str) -> None:
-        """The model has another parameter, buffer or module, or one under another name."""
-        self._find(f"{what} was registered in the model")
-
     def expect(self, part: int, expected: bool) -> None:
         """From the next iteration on each has a backward pass that is heard of."""
         self._gradients[part].expected = expected and bool(self._gradients[part].parameters)

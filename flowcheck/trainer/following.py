@@ -89,6 +89,7 @@ class Following:
         )
         self.source = Source(part, optimizer, self.described)
         self._sampler = Sampler(part, optimizer, self.described, run_id, epoch)
+        self._entries = _named(part)
         self._run = run_id, epoch
         self.job: Job | None = None
         self._first = 0
@@ -172,7 +173,14 @@ class Following:
         self.described = entries(self.part, self._optimizer)
         self.source = Source(self.part, self._optimizer, self.described)
         self._sampler = Sampler(self.part, self._optimizer, self.described, *self._run)
+        self._entries = _named(self.part)
         self.watch.redescribe(self.described)
+
+    def odd_entries(self) -> str:
+        """What of the state_dict is not as it was described, "": nothing."""
+        now = _named(self.part)
+        names = sorted(now.keys() ^ self._entries.keys()) or [one for one in now if now[one] != self._entries[one]]
+        return f"the model's state_dict is another one ({names[0]} first)" if names else ""
 
     def constants(self) -> list[torch.Tensor]:
         held = self.part.state_dict(keep_vars=True)
@@ -363,3 +371,9 @@ def _filled(sums: Sums | None, taken: Taken, record: Record) -> None:
     if sums is not None:
         record.checksums = {name: f"{value:016x}" for name, value in sums.get().items()}
     record.sample = taken.text()
+
+
+def _named(part: Part) -> dict[str, int]:
+    """Entries of the state_dict: of a parameter which object it is; a buffer may be another one each time."""
+    return {name: id(value) if isinstance(value, torch.nn.Parameter) else 0
+            for name, value in part.state_dict(keep_vars=True).items()}

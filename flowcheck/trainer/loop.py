@@ -57,6 +57,7 @@ class Told:
         self._clips: list[tuple[torch.Tensor, bool]] = []  # factors, and whether all gradients were multiplied
         self._unscaled: torch.Tensor | float | None = None  # the scale by which gradients were divided
         self._found_inf: torch.Tensor | None = None  # by which the optimizer itself skips its step
+        self._registered = False  # something was, in a module of the model
         self._scaled_clip = False  # gradients were clipped before they were unscaled
         self._changes: Changes | None = None  # None: nothing is looked at
         self._hears_clipping = self._hears_scaler = False
@@ -102,7 +103,7 @@ class Told:
             self._hears_clipping = True
         inside = weakref.WeakSet(modules)
         self._stops.append(registrations_heard(
-            lambda module, name: changes.registered(f"{type(module).__name__}.{name}") if module in inside else None))
+            lambda module, _: self._expect_entries() if module in inside else None))
         self._stops.append(unscaling_heard(self._unscaling, self._unscale))
         scaler = self._scaler
         if isinstance(scaler, torch.amp.GradScaler):
@@ -158,6 +159,10 @@ class Told:
         by = getattr(self._optimizer, "grad_scale", None)
         if self._found_inf is not None and by is not None:
             self._unscaled, self._scaled_clip = by, bool(self._clips)
+
+    def _expect_entries(self) -> None:
+        """The model may have other entries, or the same under other names."""
+        self._registered = True
 
     # -- the boundary --
 

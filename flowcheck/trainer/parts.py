@@ -140,6 +140,9 @@ class Ddp(Part):
             (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
             (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
             (model.reducer is not self._reducer, "another reducer than when it was attached"),
+            # Called forward_sync_buffers as well, from torch 2.13 on.
+            (not model.broadcast_buffers and bool(model.modules_buffers), "broadcast_buffers=False with buffers: each"
+             " rank has its own, and versions have those of rank 0"),
         ):
             if odd:
                 raise UserError(f"uses {what}", where="DistributedDataParallel", remedy="leave it out for this job")

@@ -66,6 +66,7 @@ USER_UNSENT = 64 << 20  # bytes of user states that wait to be sent
 QUEUE = 1024  # messages: that many iterations the node may be behind
 PAUSE = (1.0, 30.0)
 CONNECT_SECONDS = 5.0
+READ_SECONDS = 1.0  # that a node may take to read the last message
 AT_ONCE = 64 << 10  # bytes of tensors that the training thread sends itself
 READ = 4096  # bytes that are read at a time
 HEARD_SECONDS = 0.02  # after a message that nobody waits for: those that come meanwhile are heard together
@@ -269,13 +270,14 @@ class Sender:
             self._again.set()
 
     def close(self, last: Any, seconds: float) -> None:
-        """Send what is queued and `last`, if that works within the time."""
+        """Send what is queued and `last`, if that works within the time. A node ends the connection when it has read
+        `last`. That is waited for: where both sides close at once, what the node has not read yet is thrown away."""
         if self.put(last):
-            deadline = time.monotonic() + seconds
-            while self._queue.unfinished_tasks and self.connected and self._thread.is_alive() and (
-                time.monotonic() < deadline
+            began = time.monotonic()
+            while self.connected and self._thread.is_alive() and time.monotonic() - began < (
+                seconds if self._queue.unfinished_tasks else min(seconds, READ_SECONDS)
             ):
-                self.answered.wait(0.01)
+                time.sleep(0.005)
         self._end(max(seconds, 0.1))
         if not self._thread.is_alive():
             atexit.unregister(self._leave)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,19 @@ def test_the_file_is_plain_json(made, tmp_path: Path) -> None:
     found.diverged(2, "why")
     assert json.loads((tmp_path / "flowcheck-n-dp0.diverged").read_text()) == [
         {"run_id": "synth-0", "epoch": 0, "shard": "dp0", "after": -1, "last": 1, "start": "a"}]
+
+
+@pytest.mark.parametrize("plant", [lambda path: path.mkdir(), lambda path: path.symlink_to("/nowhere"),
+                                   lambda path: os.mkfifo(path)])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_somebody_else_has_put_in_its_place_is_no_hindrance(tmp_path: Path, said: Said, plant, late) -> None:
+    """A local user may do so in /dev/shm. What has diverged is told to readers all the same."""
+    path = tmp_path / "flowcheck-n-dp0.diverged"
+    if not late:
+        plant(path)
+    found = Divergences(tmp_path, "n", "dp0", lambda event, **fields: said.append((event, fields)))
+    if late:
+        plant(path)
+    found.begins(RUN, small_job(), 0, "a" * 64)
+    found.diverged(5, "it differs")
+    assert [one.last for one in Notices(tmp_path, "n").all] == [4]

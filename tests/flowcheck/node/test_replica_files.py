@@ -315,3 +315,9 @@ def test_a_version_of_another_epoch_or_a_later_step_is_another_runs(tmp_path) ->
     replica(files.path(), "run", 6)
     assert files.stands("run", 1, 6) == []
     assert names(tmp_path) == [f"flowcheck-n-g-{number}.replica" for number in (3, 4, 5)]
+
+
+def test_a_name_with_more_digits_than_anybody_counts_is_nobodys(tmp_path: Path) -> None:
+    """It would be the number that the next one comes after, and a name too long for a file."""
+    (tmp_path / f"flowcheck-n-g-{'9' * 200}.replica").touch()
+    assert ReplicaFiles(tmp_path, "n", "g").path().name == "flowcheck-n-g-1.replica"

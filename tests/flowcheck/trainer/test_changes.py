@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -489,3 +490,36 @@ def test_a_frozen_parameter_with_a_state_in_the_optimizer(training) -> None:
 
     one = training(make=stepped)
     assert one.attachment.state == "refused" and "frozen" in one.attachment.why
+
+
+def test_what_is_put_into_the_model_past_torch_is_seen_before_a_checksum(training, hand_node) -> None:
+    """Sequential.insert registers nothing. No record with checksums leaves out what a version would lack."""
+    one = training(layer=torch.nn.Sequential(torch.nn.Linear(2, 2)), checksum_every=5)
+    peer = joined(one, hand_node)
+    one.model.module.insert(1, torch.nn.Hardtanh())
+    one.model.module._modules["1"].register_buffer("seen", torch.zeros(1))
+    one.iterate()  # step 4
+    assert peer.receive()[0]["iteration"] == 3
+    one.iterate()  # step 5 has checksums
+    assert one.attachment.state == "watching" and "1.seen" in one.attachment.why
+
+
+def test_modules_that_change_no_entry_are_none(training, hand_node) -> None:
+    """A metric that is hung into the model for an evaluation, and taken out again."""
+    one = training()
+    peer = joined(one, hand_node)
+    for iteration in range(3, 9):
+        one.model.module.metric = torch.nn.Identity()
+        one.model.module.register_buffer("angles", torch.zeros(2), persistent=False)
+        one.iterate()
+        del one.model.module.metric, one.model.module.angles
+        assert peer.expect("record")["iteration"] == iteration
+
+
+def test_buffers_that_each_rank_has_of_its_own(training) -> None:
+    one = training(layer=Every())
+    assert one.attachment.state == "watching"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it, too
+        one = training(layer=Every(), wraps={"broadcast_buffers": False})
+    assert one.attachment.state == "refused" and "broadcast_buffers" in one.attachment.why

@@ -19,9 +19,10 @@ class Training:
     """A training loop whose communicator's calls are made up, and its attachment."""
 
     def __init__(self, wrap: Any, *addresses: tuple[str, int], layer: torch.nn.Module | None = None, rank: int = 0,
-                 make: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any) -> None:
+                 make: Callable[[Any], torch.optim.Optimizer] | None = None, wraps: Any = (), **options: Any) -> None:
+        """wraps: more options of DistributedDataParallel."""
         torch.manual_seed(1)
-        self.model = wrap(layer if layer is not None else torch.nn.Linear(2, 2), rank=rank)
+        self.model = wrap(layer if layer is not None else torch.nn.Linear(2, 2), rank=rank, **dict(wraps))
         self.optimizer = (make or (lambda p: torch.optim.SGD(p, lr=1.0)))(self.model.parameters())
         self.elements = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.said: list[dict[str, Any]] = []
