@@ -151,6 +151,7 @@ def test_a_trainer_with_the_settings_token_reaches_the_group_that_it_names(begin
         finally:
             link.close()
     assert [group.name for group in world.groups] == ["main"]
+    until(lambda: len(world.said) == 2)  # it is told before it is said
     assert [fields["why"] for event, fields in world.said] == [
         "('run', 3, 4) has come to group 'main'", "the token is wrong",
     ]

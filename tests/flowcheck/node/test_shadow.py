@@ -258,6 +258,8 @@ def test_a_job_that_dies_before_it_has_earned_it_loses_nothing_that_is_offered(
         assert {int(path.stem.rpartition("-")[2]) for path in shm.glob("*.replica")} == there
         for path in shm.glob("*-5.replica"):
             path.unlink()
+        for path in shm.glob("*-5.user"):  # made with the name
+            path.rmdir()
 
 
 # -- settings ------------------------------------------------------------------------------------------------------
