@@ -254,9 +254,6 @@ class Attachment(Told):
         kept = cache(partial(self._keeper.give, user, after, *self._world, self._say))
         looks, self._registered = checked or self._registered or self.number % LOOK_EVERY == 0, False
         if not renewed and looks and (odd := next(filter(None, (one.odd_entries() for one in self._parts)), "")):
-            for one in self._parts:
-                one.describe()
-            self._describe()
             renewed = self._renewed(odd)
         it = Over(self.number, clip, scale, bool(skipped), checked, kept, self._world[0], stood, renewed)
         begin = time.monotonic()
@@ -280,15 +277,15 @@ class Attachment(Told):
         if change.rule is Rule.REFUSED and known:
             raise UserError(change.what, where=where, remedy="nothing between backward() and optimizer.step() but"
                             " clip_grad_norm_ and a GradScaler; or its factor, in step()")
-        if change.rule is Rule.RENEWED:
-            for one in self._parts:
-                one.describe()
-            self._describe()
-        return self._renewed(change.what)
+        return self._renewed(change.what) if change.rule is Rule.RENEWED else ""
 
     def _renewed(self, what: str) -> str:
-        """The job is joined anew. Raises UserError where that comes too often."""
+        """The job is described as it is now, and joined anew. Raises UserError where that comes too often, or where
+        it cannot be followed any more."""
         where = f"iteration {self.number}"
+        for one in self._parts:
+            one.describe()
+        self._describe()
         if not any(one.job is not None for one in self._parts):
             return ""  # whatever it was, no version was built on it
         self._renewals = [one for one in self._renewals if one > self.number - RENEWED_WITHIN] + [self.number]
