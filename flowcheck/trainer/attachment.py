@@ -350,9 +350,9 @@ class Attachment(Told):
             self._keeper.look(self._say)
             for one in self._parts:
                 one.before_step()
-            check_gradients(self._described, self._optimizer)
-            self._stepping()
             self._changes.ready()
+            check_gradients(self._described, self._optimizer, all_there=self._changes.complete)
+            self._stepping()
         except Exception as error:
             self._refuse(error)
 

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 __all__ = ["WINDOW", "Change", "Changes", "Rule"]
 
-WINDOW = 16  # parameters whose memory and optimizer state are looked at in one iteration
+WINDOW = 8  # parameters whose memory and optimizer state are looked at in one iteration
 _version, _gradient, _shard = attrgetter("_version"), attrgetter("grad"), attrgetter("_local_tensor")
 FLAGS = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad", "nesterov",
          "decoupled_weight_decay")
@@ -95,7 +95,8 @@ class _Window:
 
 class Changes:
     """optimizer: that steps. gradients: of each part of this rank the parameters whose gradients the optimizer finds as
-    the wire carried them. constants: parameters that nobody steps. names: by a parameter's id, for messages."""
+    the wire carried them. constants: parameters that nobody steps. names: by a parameter's id, for messages.
+    complete: when gradients were compared last, each parameter of the optimizer had the one that was reduced."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, gradients: Iterable[Sequence[torch.Tensor]],
@@ -120,6 +121,9 @@ class Changes:
         self._turn_window()
         self._versions, self._kept = self._written(), _versions(self._constants)
         self._drop()
+        heard = {id(one) for each in self._gradients for one in each.parameters}
+        self._all_heard = heard == set(map(id, self._parameters))
+        self.complete = False
 
     def _written(self) -> int:
         """How often all parameters together were written to."""
@@ -147,15 +151,18 @@ class Changes:
 
     def compare(self) -> None:
         """Are gradients as they were left by the last backward pass, and by what is known?"""
+        self.complete = self._all_heard
         for one in self._gradients:
-            if not one.held:
-                continue  # no backward pass was seen since the last step
+            if not one.held:  # no backward pass was seen since the last step
+                self.complete &= not one.parameters
+                continue
             now = list(map(_gradient, one.parameters))
             if all(map(is_, now, one.held)):
                 versions = _versions(now)
                 odd = [a != b for a, b in zip(versions, one.versions, strict=True)] if versions != one.versions else []
             else:
                 odd = [a is not b for a, b in zip(now, one.held, strict=True)]
+            self.complete &= not odd and -1 not in one.versions
             if odd:
                 first = self._names.get(id(one.parameters[odd.index(True) % len(one.parameters)]), "one")
                 self._find(f"gradients ({first} first) were changed between their reduction and the optimizer's step",

@@ -184,16 +184,18 @@ def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[s
     ]
 
 
-def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
+def check_gradients(model: Model, optimizer: torch.optim.Optimizer, all_there: bool = False) -> None:
     """Call before an optimizer step. Raises UserError if it would leave a parameter alone that the manifest has as
     optimized (torch skips one without a gradient, although DDP's bucket carries zeros for it: static_graph), or step
     one that the manifest has as constant. In 16 bits, and fused on a GPU, also if its bits would no longer be those of
-    the manifest."""
+    the manifest. all_there: all parameters of the optimizer are known to be optimized, and to have a gradient."""
     if model.corrections:
         check_fused(optimizer, model.corrections)
     if model.threads and torch.get_num_threads() != model.threads:
         raise _refuse(f"torch has {torch.get_num_threads()} threads, and had {model.threads}: 16-bit parameters are"
                       " rounded otherwise", "optimizer", "set_num_threads() before attaching")
+    if all_there and not model.threads:
+        return
     for number, group in enumerate(optimizer.param_groups):
         held = group["params"]
         if not model.threads and all(map(model.names.__contains__, map(id, held))) and (

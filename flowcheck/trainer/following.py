@@ -37,6 +37,7 @@ from flowcheck.trainer.sample import Sampler, Taken, states
 from flowcheck.trainer.sender import Identity, Sender
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.starts import started
+from flowcheck.trainer.unchanged import Unchanged, options_of
 
 __all__ = ["Following", "Over", "serve"]
 
@@ -95,6 +96,7 @@ class Following:
         self._first = 0
         self._flows: list[dict[str, Any]] | None = None
         self._groups: list[dict[str, Any]] | None = None  # of the last step
+        self._used = Unchanged()
         self._stepped_with: list[dict[str, Any]] | None = None  # of the step before the boundary
         self._meeting = False  # the job has just become known
         self.unsaid = ""
@@ -166,7 +168,7 @@ class Following:
 
     def after_step(self) -> None:
         """The options that it used: a hook of the script may have set them right before it."""
-        self._groups = group_options(self.described, self._optimizer)
+        self._groups = self._used.of(options_of(self._optimizer.param_groups), partial(group_options, self.described, self._optimizer))
 
     def describe(self) -> None:
         """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
@@ -174,6 +176,7 @@ class Following:
         self.source = Source(self.part, self._optimizer, self.described)
         self._sampler = Sampler(self.part, self._optimizer, self.described, *self._run)
         self._entries = _named(self.part)
+        self._used = Unchanged()
         self.watch.redescribe(self.described)
 
     def odd_entries(self) -> str:

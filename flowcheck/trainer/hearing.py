@@ -3,6 +3,7 @@
     stop = clipping_heard(before, after)             before(); torch clips; after(parameters, most, norm)
     stop = unscaling_heard(before, after)            before(scaler, optimizer); it unscales; after(scaler, optimizer)
     stop = method_heard(scaler, "unscale_", ...)     the same for a method of one object
+    stop = own_hooks_heard(call)                     call(reducer): a communication hook of torch's own was registered
     stop = registrations_heard(call)                 call(module, name): a parameter, buffer or module that is new
 
 `torch.nn.utils.clip_grad_norm_` finds what multiplies gradients in its module whenever it is called, and a GradScaler
@@ -22,13 +23,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-__all__ = ["clipping_heard", "method_heard", "registrations_heard", "unscaling_heard"]
+__all__ = ["clipping_heard", "method_heard", "own_hooks_heard", "registrations_heard", "unscaling_heard"]
 
 _log = logging.getLogger("flowcheck")
 _CLIPPING = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"))
 _UNSCALING = ((torch.amp.GradScaler, "unscale_"), (ShardedGradScaler, "unscale_"))
+_OWN_HOOKS = ((torch.distributed, "_register_builtin_comm_hook"),)
 _Listener = tuple[Callable[..., None], Callable[..., None]]
-_listeners: dict[Any, list[_Listener]] = {_CLIPPING: [], _UNSCALING: []}
+_listeners: dict[Any, list[_Listener]] = {_CLIPPING: [], _UNSCALING: [], _OWN_HOOKS: []}
 _originals: dict[Any, list[Any]] = {}  # of such places, while anybody listens
 
 
@@ -66,6 +68,22 @@ def unscaling_heard(before: Callable[[Any, Any], None], after: Callable[[Any, An
     stop = _listen(_UNSCALING, heard, (before, after))
     assert stop is not None  # torch has had both classes since long
     return stop
+
+
+def own_hooks_heard(call: Callable[[Any], None]) -> Callable[[], None] | None:
+    """Of every DistributedDataParallel object. Returns how to stop, which may be called twice; None: this torch has no
+    such function."""
+
+    def heard(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def register(reducer: Any, *more: Any, **named: Any) -> Any:
+            result = original(reducer, *more, **named)
+            _tell(_OWN_HOOKS, 1, reducer)
+            return result
+
+        return register
+
+    return _listen(_OWN_HOOKS, heard, (call, call))
 
 
 def _listen(places: Any, heard: Callable[[Any], Any], listener: _Listener) -> Callable[[], None] | None:

@@ -28,11 +28,13 @@ from torch.nn.parallel import DistributedDataParallel
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
+from flowcheck.trainer.hearing import own_hooks_heard
 
 __all__ = [
     "Ddp", "Layout", "Own", "Part", "Reduced", "after_backward", "bucket_layout", "local", "position", "stepped",
 ]
 
+ASK_EVERY = 16  # boundaries: between two questions after a communication hook, if none was heard of
 Layout = tuple[list[Bucket], list[int], str]  # buckets, their element counts, dtype on the wire
 
 
@@ -128,8 +130,10 @@ class Ddp(Part):
     def __init__(self, model: DistributedDataParallel, name: str = "") -> None:
         super().__init__(model.module, model.process_group, name)
         self._model = model
-        self._stop: Callable[[], None] = lambda: None
+        self._stops: list[Callable[[], None]] = []
         self._reducer = model.reducer
+        self._hooks_heard = self._unasked = False
+        self._boundary = 0
         self.check()
 
     def check(self) -> None:
@@ -148,8 +152,13 @@ class Ddp(Part):
                 raise UserError(f"uses {what}", where="DistributedDataParallel", remedy="leave it out for this job")
 
     def over(self) -> None:
-        hook = self._model._get_ddp_logging_data().get("comm_hook", "")  # those of torch are in no list
-        if hook:
+        """Communication hooks of torch's own are in no list, and asking for them takes longer than all other looks: it
+        is done where one was heard of, and now and then."""
+        self._boundary += 1
+        if self._hooks_heard and self._boundary % ASK_EVERY and not self._unasked:
+            return
+        self._unasked = False
+        if hook := self._model._get_ddp_logging_data().get("comm_hook", ""):
             raise UserError(f"uses a communication hook ({hook}): what it sends is its own",
                             where="DistributedDataParallel", remedy="leave it out for this job")
 
@@ -159,14 +168,21 @@ class Ddp(Part):
     def listen(self, call: Callable[[bool], None]) -> None:
         """The parameter whose gradient came last when DDP dealt its buckets: where activations are recomputed, a part
         of the backward pass has callbacks of its own."""
-        self._stop()
+        self.close()
+        if (stop := own_hooks_heard(self._own_hook)) is not None:
+            self._stops.append(stop)
+        self._hooks_heard = bool(self._stops)
         if mine := self.gradients():
             last = self._model.reducer._get_zeros_like_grad_buckets()[-1].parameters()[-1]
             found = next((one for one in mine if one is last), mine[0])
-            self._stop = after_backward(found, lambda: call(bool(self._model.require_forward_param_sync)))
+            self._stops.append(after_backward(found, lambda: call(bool(self._model.require_forward_param_sync))))
+
+    def _own_hook(self, reducer: Any) -> None:
+        self._unasked |= reducer is self._reducer
 
     def close(self) -> None:
-        self._stop()
+        while self._stops:
+            self._stops.pop()()
 
     def reduced(self) -> list[tuple[str, torch.Tensor]]:
         ignored = set(getattr(self._model, "parameters_to_ignore", ()))

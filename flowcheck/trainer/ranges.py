@@ -81,11 +81,6 @@ class Copies:
             self._begun[device] = torch.cuda.Event()
             self._begun[device].record(torch.cuda.current_stream(device))
 
-    @property
-    def begun(self) -> bool:
-        """Are there devices that have to be waited for?"""
-        return bool(self._begun)
-
     def on_host(self) -> Mapping[str, torch.Tensor]:
         """Waits until they are there."""
         out = dict(self._tensors)

@@ -4,11 +4,11 @@
     taken = sampler.take(number, beside)    the training thread, after iteration `number`
     taken.text()                            a sending thread: the record's `sample`; waits for the device, if it has to
 
-What a boundary costs does not grow with the elements of a tensor, and hardly with the number of tensors: a gather for
-all tensors of a device and a width of elements together, OPERATORS of torch each, which are queued on the device and
-not waited for. A gather reads one tensor only, so there is one over all of the address space (`_memory`): the index
-of an element is its address. Before each gather every address is asked of torch anew, so that nothing is read but
-tensors that are there.
+What a boundary costs does not grow with the elements of a tensor, and hardly with the number of tensors: one gather
+for all tensors of a device and a width of elements together, which is queued on the device and not waited for. Which
+elements that are is computed for AHEAD looks at these tensors at once. A gather reads one tensor only, so there is one
+over all of the address space (`_memory`): the index of an element is its address. Before each gather every address is
+asked of torch anew, so that nothing is read but tensors that are there.
 
 torch and the standard library only.
 """
@@ -19,14 +19,13 @@ import ctypes
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from flowcheck.control.tensors import memory
 from flowcheck.errors import UserError
 from flowcheck.job.form import shown
 from flowcheck.job.sampling import (
@@ -47,9 +46,11 @@ from flowcheck.trainer.description import Model
 from flowcheck.trainer.parts import Part, local
 from flowcheck.trainer.ranges import BITS, Copies
 
-__all__ = ["OPERATORS", "Sampler", "Taken", "states"]
+__all__ = ["AHEAD", "OPERATORS", "Sampler", "Taken", "states"]
 
-OPERATORS = 4  # of torch, at most, for all tensors of one device whose elements have one width
+AHEAD = 8  # looks at the same tensors, whose elements are computed together
+OPERATORS = 1  # of torch, for all tensors of one device whose elements have one width; and as often OPERATORS_AHEAD
+OPERATORS_AHEAD = 6  # once in AHEAD looks
 SPAN, FIRST = 1 << 56, 1 << 12  # bytes of an address space, and where its first page ends
 _DEVICES = {"cpu": 1, "cuda": 2}  # as DLPack numbers them
 _dtype, _address, _elements = attrgetter("dtype"), torch.Tensor.data_ptr, torch.Tensor.numel
@@ -105,20 +106,16 @@ class Taken(dict[str, torch.Tensor]):
     def __init__(self, beside: Mapping[str, torch.Tensor], salt: bytes, masks: bytes, parts: Sequence[_Part]) -> None:
         super().__init__(beside)
         self._salt, self._masks, self._parts = salt, masks, parts
-        self._copies = Copies({str(number): part.values for number, part in enumerate(parts)}, 0)
+        self.here = all(part.values.is_cpu for part in parts)  # is no device waited for?
+        self._copies = None if self.here else Copies({str(at): part.values for at, part in enumerate(parts)}, 0)
         self._lock, self._text = threading.Lock(), ""
-
-    @property
-    def here(self) -> bool:
-        """Is no device waited for?"""
-        return not self._copies.begun
 
     def text(self) -> str:
         """Any thread; several that send it wait once."""
         with self._lock:
             if not self._text:
-                here = self._copies.on_host()
-                found = [(part, here[str(number)]) for number, part in enumerate(self._parts)]
+                here = self._copies.on_host() if self._copies is not None else None
+                found = [(part, part.values if here is None else here[str(at)]) for at, part in enumerate(self._parts)]
                 self._text = pack(self._salt, self._masks, {width: _section(found, width) for width in WIDTHS})
             return self._text
 
@@ -141,7 +138,7 @@ def _section(found: Sequence[tuple[_Part, torch.Tensor]], width: int) -> bytes:
         out = torch.empty(sum(len(values) for _, values in mine), dtype=out.dtype, device="cpu")
         for places, values in mine:
             out[places] = values
-    return bytes(memory(out))
+    return ctypes.string_at(out.data_ptr(), out.nbytes)
 
 
 @dataclass(frozen=True)
@@ -156,10 +153,15 @@ class _Ready:
     places: torch.Tensor | None
     memory: torch.Tensor | None
 
-    def take(self, tensors: Sequence[torch.Tensor], word: int) -> _Part:
-        index = self.offsets
-        if self.words is not None:
-            index = torch.add(torch.remainder(torch.bitwise_xor(self.words, word), self.elements), self.offsets)
+    def ahead(self, words: Sequence[int]) -> Sequence[torch.Tensor]:
+        """Indexes for the iterations that have these words."""
+        if self.words is None:
+            return [self.offsets] * len(words)
+        each = _on(self.words.device, [[word] for word in words])
+        picked = torch.remainder(torch.bitwise_xor(self.words, each), self.elements)
+        return torch.add(picked, self.offsets).unbind()
+
+    def take(self, tensors: Sequence[torch.Tensor], index: torch.Tensor) -> _Part:
         of = self.memory if self.memory is not None else _bits(tensors[self.source])
         return _Part(self.width, self.places, torch.take(of, index))
 
@@ -188,17 +190,20 @@ class _Gather:
 
     def ready(self, length: int) -> _Ready:
         """length: of the section. Waits for no device."""
+        there = partial(_on, self.device)
         picked = any(count > 1 for count in self.elements)
         return _Ready(
-            self.width, self.source, self._there(self.word) if picked else None, self._there(self.elements),
-            self._there(self.offset), None if len(self.place) == length else torch.tensor(self.place, device="cpu"),
+            self.width, self.source, there(self.word) if picked else None, there(self.elements), there(self.offset),
+            None if len(self.place) == length else torch.tensor(self.place, device="cpu"),
             _memory(self.device, self.width) if self.source < 0 else None,
         )
 
-    def _there(self, numbers: list[int]) -> torch.Tensor:
-        made = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        made = made.pin_memory() if self.device.type == "cuda" else made
-        return made.to(self.device, non_blocking=True)
+
+def _on(device: torch.device, numbers: list[Any]) -> torch.Tensor:
+    """Whole numbers, in a tensor on this device, which is not waited for."""
+    made = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    made = made.pin_memory() if device.type == "cuda" else made
+    return made if device.type == "cpu" else made.to(device, non_blocking=True)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,13 +211,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Turn:
-    """Entries that are looked at together. seen: what the gathers were made for; masks: of these, as they are said."""
+    """Entries that are looked at together. seen: what the gathers were made for; masks: of these, as they are said.
+    ahead: by iteration, the index of each gather."""
 
     def __init__(self, held: Sequence[tuple[torch.Tensor, bool]]) -> None:
         self.held = held
         self.seen: tuple[Any, ...] = ()
         self.masks = b""
         self.gathers: list[_Ready] = []
+        self.ahead: dict[int, Sequence[torch.Tensor]] = {}
 
 
 class Sampler:
@@ -241,9 +248,18 @@ class Sampler:
         seen = masks, [*map(_address, tensors)], [*map(_elements, tensors)], [*map(_dtype, tensors)]
         if seen != turn.seen:
             self._prepare(turn, number, tensors, masks)
-            turn.seen = seen
-        word = self._positions.word(number)
-        return Taken(beside, self._positions.salt, turn.masks, [one.take(tensors, word) for one in turn.gathers])
+            turn.seen, turn.ahead = seen, {}
+        if number not in turn.ahead:
+            turn.ahead = self._ahead(turn, number)
+        parts = [one.take(tensors, index) for one, index in zip(turn.gathers, turn.ahead.pop(number), strict=True)]
+        return Taken(beside, self._positions.salt, turn.masks, parts)
+
+    def _ahead(self, turn: _Turn, number: int) -> dict[int, Sequence[torch.Tensor]]:
+        """Of the looks from iteration `number` on."""
+        numbers = range(number, number + AHEAD * len(self._turns), len(self._turns))
+        words = [self._positions.word(one) for one in numbers]
+        indexes = [one.ahead(words) for one in turn.gathers]
+        return {one: [index[at] for index in indexes] for at, one in enumerate(numbers)}
 
     def _find(self, turn: _Turn) -> tuple[list[torch.Tensor], bytes]:
         """Tensors in the order of `looks`, as they are now, and which there are."""

@@ -24,6 +24,7 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.trainer.generators import Generators, restore_rng, rng_state
 from flowcheck.trainer.loop import Given
 from flowcheck.trainer.parts import stepped
+from flowcheck.trainer.unchanged import Unchanged, options_of
 
 __all__ = ["Keeper", "restore_rng", "rng_state"]
 
@@ -46,6 +47,7 @@ class Keeper:
                                 remedy="an object of torch's, or user= in step()")
         self._optimizer = optimizer
         self._generators: Generators | None = None
+        self._options = Unchanged()
         self._packer, self._exact = Packer(), ("rng",)
         self._scheduler, self.scaler = scheduler, scaler
         self._given: Any = None  # how far the scheduler was at the last boundary
@@ -107,9 +109,10 @@ class Keeper:
 
     def _groups(self) -> list[dict[str, Any]]:
         """Options of the optimizer, numbers as torch computes with them; and of each parameter: is it stepped?"""
-        return [{**{key: _number(value) for key, value in group.items()},
-                 "params": _stepped(group["params"])}
-                for group in self._optimizer.param_groups]
+        groups = self._optimizer.param_groups
+        options = self._options.of(options_of(groups), lambda: [{key: _number(value) for key, value in group.items()
+                                                     if key != "params"} for group in groups])
+        return [{"params": _stepped(group["params"]), **said} for group, said in zip(groups, options, strict=True)]
 
 
 def _given_by(user: Given) -> dict[str, Any]:
