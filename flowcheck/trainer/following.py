@@ -168,7 +168,8 @@ class Following:
 
     def after_step(self) -> None:
         """The options that it used: a hook of the script may have set them right before it."""
-        self._groups = self._used.of(options_of(self._optimizer.param_groups), partial(group_options, self.described, self._optimizer))
+        read = partial(group_options, self.described, self._optimizer)
+        self._groups = self._used.of(options_of(self._optimizer.param_groups), read)
 
     def describe(self) -> None:
         """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
