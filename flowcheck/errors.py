@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 
-__all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError", "missing_module",
+__all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError", "installing", "missing_module",
            "of_the_machine", "said_of"]
 
 SHORT = {  # errno, and what there was too little of
@@ -26,6 +26,7 @@ REMEDIES = {
     "room for more threads": "room for more threads of this user: ulimit -u, pids.max of its cgroup",
 }
 OURS = ("dataplane", "flowcheck", "parser", "switch_configs", "updater")
+PACKAGES = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}  # of modules that are called otherwise
 
 
 def _printable(text: str) -> str:
@@ -96,7 +97,7 @@ def said_of(error: BaseException) -> str:
     return known.message() if known is not None else f"{type(error).__name__}: {error}"
 
 
-def missing_module(error: ModuleNotFoundError, wanted: str) -> EnvironmentProblem:
+def missing_module(error: ImportError, wanted: str) -> EnvironmentProblem:
     """What to say where `wanted` cannot be imported: an installation has the trainers' side alone, or has no compiled
     extensions, or lacks a package that only some parts need."""
     absent = (error.name or "?").partition(".")[0]
@@ -105,4 +106,11 @@ def missing_module(error: ModuleNotFoundError, wanted: str) -> EnvironmentProble
             f"is not in this installation, which has no {error.name}: a wheel is the trainers' side alone",
             where=wanted, remedy="the whole, from its sources: make build (docs/use/install.md)",
         )
-    return EnvironmentProblem(f"needs the package {absent}", where=wanted, remedy=f"pip install {absent}")
+    return EnvironmentProblem(f"needs the package {absent}", where=wanted, remedy=installing(error))
+
+
+def installing(error: ImportError) -> str:
+    """The command that installs what could not be imported. It names the package and no extra of flowcheck's: flowcheck
+    is on no index, so an extra can be named only where its sources or its wheel are."""
+    absent = (error.name or "?").partition(".")[0]
+    return f"pip install {PACKAGES.get(absent, absent)}"

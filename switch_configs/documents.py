@@ -44,7 +44,7 @@ def read_document(path: str | os.PathLike[str]) -> Any:
         import yaml
     except ImportError:
         raise DeviceError(
-            "reading YAML needs PyYAML", where=str(path), remedy="pip install 'flowcheck[switch]', or write JSON"
+            "reading YAML needs PyYAML", where=str(path), remedy="pip install pyyaml, or write JSON"
         ) from None
     try:
         return yaml.safe_load(text)

@@ -153,7 +153,7 @@ def _connect(session: MirrorSession, credentials: Credentials, where: str) -> An
     try:
         from netmiko import ConnectHandler
     except ImportError:
-        raise DeviceError("SSH needs netmiko", where=where, remedy="pip install 'flowcheck[switch]'") from None
+        raise DeviceError("SSH needs netmiko", where=where, remedy="pip install netmiko") from None
     options: dict[str, Any] = {
         "device_type": DRIVERS[session.vendor], "host": session.address, "port": session.ssh_port,
         "username": credentials.username, "ssh_strict": True, "system_host_keys": credentials.known_hosts is None,

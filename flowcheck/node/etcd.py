@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from flowcheck.control.address import host_and_port
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem, UserError, installing
 from flowcheck.node.registry import LEASE_SECONDS, ROOT, Entry, RegistryError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def check_endpoints(endpoints: Sequence[str]) -> None:
         import etcd3gw  # noqa: F401
     except ImportError as error:
         raise EnvironmentProblem(f"{error.name} is not installed, and etcd is asked with it", where="protect.registry",
-                                 remedy="pip install 'flowcheck[registry]', or protect.copies without a registry"
+                                 remedy=f"{installing(error)}, or protect.copies without a registry"
                                  ) from None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import UserError, missing_module
 from flowcheck.plan.answer import need
 from flowcheck.plan.loss_law import Direction
 
@@ -56,9 +56,7 @@ def fabric_of(file: Path, ranks: int, groups: int) -> Fabric:
         from switch_configs.planning.planner import make_plan
         from switch_configs.schema import Topology
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"{error.name} is not installed", where="--topology", remedy="pip install 'flowcheck[plan]'"
-        ) from None
+        raise missing_module(error, "--topology") from None
     try:
         topology = Topology.load(file)
         for group in topology.groups:

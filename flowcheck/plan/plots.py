@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcheck.durable import make_directory, write_atomic
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem, UserError, installing
 from flowcheck.plan.answer import Plot
 
 __all__ = ["KINDS", "save", "svg"]
@@ -57,7 +57,7 @@ def _render(plots: Sequence[Plot], kind: str) -> bytes:
     except ImportError as error:
         raise EnvironmentProblem(
             f"{error.name} is not installed, and pictures are drawn with it", where="pictures",
-            remedy="pip install 'flowcheck[plan]'; without pictures, `flowcheck plan` prints the same figures",
+            remedy=f"{installing(error)}; without pictures, `flowcheck plan` prints the same figures",
         ) from None
     with matplotlib.rc_context({"svg.hashsalt": "flowcheck", "svg.fonttype": "none"}):
         figure = Figure(figsize=(SIZE[0], SIZE[1] * len(plots)), dpi=DPI, layout="constrained")

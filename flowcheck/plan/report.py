@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flowcheck import __version__
 from flowcheck.durable import make_directory, reporting, write_atomic
-from flowcheck.errors import EnvironmentProblem
+from flowcheck.errors import EnvironmentProblem, installing
 from flowcheck.plan.answer import Answer, Grid, Input, Result, need, shown
 from flowcheck.plan.plots import svg
 
@@ -57,7 +57,7 @@ def page(
     except ImportError as error:
         raise EnvironmentProblem(
             f"{error.name} is not installed, and pages are made with it", where="flowcheck plan report",
-            remedy="pip install 'flowcheck[plan]'",
+            remedy=installing(error),
         ) from None
     parts = [
         _Part(

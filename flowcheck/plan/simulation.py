@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from flowcheck.checkpoint.coding.holders import across_domains
-from flowcheck.errors import EnvironmentProblem
+from flowcheck.errors import EnvironmentProblem, installing
 from flowcheck.plan.answer import need, need_at_most, need_positive, need_probability
 from flowcheck.plan.cluster import Cluster
 from flowcheck.plan.renewal import Rhythm
@@ -211,7 +211,7 @@ def _environment() -> simpy.Environment:
     except ImportError as error:
         raise EnvironmentProblem(
             f"{error.name} is not installed, and jobs are simulated with it", where="simulation",
-            remedy="pip install 'flowcheck[plan]'; the closed forms of `goodput` do without",
+            remedy=f"{installing(error)}; the closed forms of `goodput` do without",
         ) from None
     return simpy.Environment()
 

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 from flowcheck.durable import make_directory, write_atomic
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem, UserError, missing_module
 from flowcheck.interrupts import handled
 
 __all__ = ["switch"]
@@ -44,9 +44,7 @@ def _mapped(function: Callable[..., None]) -> Callable[..., None]:
         try:
             from switch_configs.errors import DeviceError, PlanError
         except ImportError as error:
-            raise EnvironmentProblem(
-                f"{error.name} is not installed", remedy="pip install 'flowcheck[node,switch]'"
-            ) from None
+            raise missing_module(error, "flowcheck switch") from None
         try:
             function(*arguments, **options)
         except PlanError as error:

@@ -5,11 +5,14 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from flowcheck.errors import OURS, installing
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -54,6 +57,36 @@ def test_version_is_said_once() -> None:
 
     assert flowcheck.__version__ == PROJECT["version"]
     assert f"## {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_what_pages_and_remedies_install_can_be_installed() -> None:
+    """FlowCheck is on no index: only its sources and its wheel can be named, and packages that some part asks for."""
+    asked = (one for extra in PROJECT["optional-dependencies"].values() for one in extra)
+    known = {canonicalize_name(Requirement(one).name) for one in asked} - {"flowcheck"} | {"torch", "megatron-core"}
+    lost = []
+    for path in tracked():
+        if path.suffix in (".py", ".md") and path.name != "CHANGELOG.md" and "tests" not in path.parts:
+            for named in re.findall(r"pip install ((?:-[\w-]+ )*[^\s`;,)]+)", path.read_text()):
+                name = named.split()[-1].strip("\"'")
+                local = "/" in name or name.startswith(("PATH", "flowcheck-", "-", ".", "constraints"))
+                if not local and "{" not in name and canonicalize_name(name) not in known:
+                    lost.append(f"{path.relative_to(ROOT)}: {name}")
+    assert lost == []
+
+
+def test_a_module_that_is_missing_is_installed_by_its_packages_name() -> None:
+    """`pip install yaml` finds nothing: the package of the module `yaml` is called pyyaml."""
+    extras = (PROJECT["optional-dependencies"][extra] for extra in ("node", "store", "registry", "switch", "plan"))
+    asked = {canonicalize_name(Requirement(one).name) for extra in extras for one in extra}
+    sources = [path for path in tracked() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in OURS]
+    imported = {name for path in sources
+                for name in re.findall(r"^ *(?:from|import) (\w+)", path.read_text(), re.MULTILINE)}
+    tried = 0
+    for module, packages in packages_distributions().items():
+        if module in imported and (names := {canonicalize_name(one) for one in packages} & asked):
+            assert installing(ImportError(name=f"{module}.inner")).removeprefix("pip install ") in names
+            tried += 1
+    assert tried > 10
 
 
 def test_trainers_get_torch_and_nothing_else() -> None:

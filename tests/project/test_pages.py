@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import flowcheck
 from flowcheck.checkpoint.directory import Meta, write_step
+from flowcheck.checkpoint.fetch import FORMATS
+from flowcheck.cli import app
+from flowcheck.errors import UserError
+from flowcheck.node.config import load
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -173,6 +178,53 @@ def test_a_version_is_taken_back_as_the_page_says(tmp_path: Path, shm: Path, mon
             exec(block.replace('"/dev/shm"', repr(str(shm))), names)
         assert not fresh[0].weight.equal(whole)
         assert train(fresh, names["optimizer"], range(2, 4)).equal(whole)
+
+
+def test_the_node_that_serves_a_store_needs_each_table_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """"[store] and nothing else" was refused."""
+    page = (ROOT / "docs/use/recover.md").read_text()
+    (toml,) = re.findall(r"```toml\n(.*?)```", section(page, "## In the training script"), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "token").write_text("a token that only tests have\n")
+
+    def starts(text: str) -> bool:
+        (tmp_path / "node.toml").write_text(text)
+        try:
+            config = load("node.toml")
+        except UserError:
+            return False
+        return config.api is not None and config.store is not None
+
+    tables = re.findall(r"\[\w+\]\n[^\[]*", toml)
+    assert len(tables) == 5 and starts(toml)
+    assert not any(starts(toml.replace(table, "")) for table in tables)
+
+
+# -- commands, and the service --------------------------------------------------------------------------------------
+
+
+def test_the_page_of_commands_has_all_of_them_and_what_fetch_writes() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text()
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    table = section(page, "# Commands").split("## ")[0]
+    assert {name for name in commands if f"`{name}`" not in table and f"`flowcheck {name}`" not in table} == set()
+    assert len(commands) > 10
+    (fetch,) = [line for line in table.splitlines() if line.startswith("| `flowcheck fetch`")]
+    words = {"safetensors": "safetensors", "torch": "torch.save", "dcp": "DCP", "hf": "from_pretrained"}
+    assert set(FORMATS) == words.keys() and all(word in fetch for word in words.values())
+
+
+def test_operating_installs_the_unit_where_the_unit_looks() -> None:
+    page = section((ROOT / "docs/use/operating.md").read_text(), "## As a service")
+    unit = (ROOT / "deploy/flowcheck-node.service").read_text()
+    given = dict(re.findall(r"^(\w+)=(.*)$", unit, re.MULTILINE))
+    program, _, settings = given["ExecStart"].split()[:3]
+    (block,) = re.findall(r"```\n(.*?)```", page, re.DOTALL)
+    assert f"`{program.partition('/.venv')[0]}`" in page and settings in page and str(Path(settings).parent) in block
+    assert given["WorkingDirectory"] in block and f"nologin {given['User']}" in block
+    assert all((ROOT / path).exists() for path in re.findall(r"\bdeploy/\S+", block)) and "deploy/" in block
 
 
 # -- architecture --------------------------------------------------------------------------------------------

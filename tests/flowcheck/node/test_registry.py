@@ -228,6 +228,6 @@ def test_a_client_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "etcd3gw", None)
     with pytest.raises(EnvironmentProblem, match="is not installed") as caught:
         module.check_endpoints(["http://127.0.0.1:1"])
-    assert "flowcheck[registry]" in (caught.value.remedy or "")
+    assert "pip install etcd3gw" in (caught.value.remedy or "")
 
 
