@@ -218,10 +218,11 @@ class Store:
 
     def close(self) -> None:
         """Let go of the file and its locks; tensors over the memory stay valid. May be called twice."""
-        for fd in (self.fd, self._locks):
+        held = self.fd, self._locks
+        self.fd = self._locks = -1  # before anything is closed: another thread's number it may be by then
+        for fd in held:
             if fd >= 0:
                 os.close(fd)
-        self.fd = self._locks = -1
 
     def __del__(self) -> None:
         self.close()

@@ -31,7 +31,7 @@ import torch
 
 from flowcheck import __version__
 from flowcheck.checkpoint.files import load_file, tensor_sha256, write_file
-from flowcheck.checkpoint.paths import opened, path_of, refuse
+from flowcheck.checkpoint.paths import path_of, read_small, refuse
 from flowcheck.checkpoint.users import write_users
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.tensors import DTYPES
@@ -335,10 +335,7 @@ def _read_manifest(path: Path, schemas: tuple[str, ...], name: str, files: tuple
     foreign = f"give a directory named {name}-NNNNNN that this project wrote"
     if ".partial-" in path.name:
         raise refuse(path, "is a step that was not finished or was replaced", foreign)
-    with opened(path / MANIFEST) as (file, size):
-        text = file.read(MANIFEST_BYTES + 1) if size <= MANIFEST_BYTES else b""
-    if (size := max(size, len(text))) > MANIFEST_BYTES:
-        raise refuse(path / MANIFEST, f"has {size} bytes; no manifest has more than {MANIFEST_BYTES}")
+    text = read_small(path / MANIFEST, MANIFEST_BYTES)
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):

@@ -64,3 +64,13 @@ def opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
         if not stat.S_ISREG(found.st_mode):
             raise _irregular(path)
         yield file, found.st_size
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """A manifest, of at most so many bytes: whatever lies there, no more are taken, and nothing is waited for. Raises
+    UserError."""
+    with opened(path) as (file, size):
+        data = file.read(most + 1) if size <= most else b""
+    if (size := max(size, len(data))) > most:
+        raise refuse(path, f"has {size} bytes; no manifest has more than {most}")
+    return data

@@ -48,6 +48,20 @@ __all__ = ["main", "serve", "server_of"]
 ASK_SECONDS = 10.0  # for a whole request, from the connection or from the answer before it on
 TAKE_SECONDS = 20.0  # for what the sender buffers, a megabyte or so
 LOOK_SECONDS = 1.0
+MOST_ASKED, MOST_LINES = 8 << 10, 128  # bytes and lines of a request: of a thousand, each line costs milliseconds
+
+
+class _Requests(h11.Connection):
+    """Nothing here is asked with a body. One is refused with its head: of tiny chunks it would be looked through for
+    seconds, in which nobody else is heard."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request) and any(
+                name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+                for name, value in event.headers):
+            raise h11.RemoteProtocolError("a request with a body")
+        return event
 
 
 class _Client(Offering):
@@ -58,6 +72,8 @@ class _Client(Offering):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = _Requests(h11.SERVER, MOST_ASKED)
+        self._counted, self._came, self._lines = self.cycle, 0, 0
         visitor = self.visitor
         visitor.abort, visitor.busy = transport.abort, self._busy
         self._asking: float | None = self.loop.time()
@@ -72,7 +88,6 @@ class _Client(Offering):
                 await app(scope, receive, send)
             except h11.LocalProtocolError:  # bytes behind this request were none: that was answered meanwhile
                 self._end()
-            visitor.answered()
 
         self.app = refused
 
@@ -80,6 +95,13 @@ class _Client(Offering):
         return self.cycle is not None and not self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
+        if self.cycle is not self._counted:
+            self._counted, self._came, self._lines = self.cycle, 0, 0
+        self._came += len(data)
+        self._lines += data.count(b"\n")
+        if self._came > MOST_ASKED or self._lines > MOST_LINES:
+            self._end()
+            return
         try:
             super().data_received(data)
         except h11.LocalProtocolError:  # they are no request, and an answer to the one before is under way

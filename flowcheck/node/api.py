@@ -73,7 +73,7 @@ Keys = Mapping[str, Collection[str]]
 Said = dict[str, Any]  # of a version: the fields of control.ask.Offer
 OPEN = "/healthz"  # the one path that needs no key
 ALWAYS = (OPEN, "/metrics")  # answered however many readers there are
-_CLOSE = {"Connection": "close"}  # who was refused gets one answer for one connection
+_CLOSE = {"Connection": "close"}  # who has shown no key gets one answer for one connection
 _PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", charset="UTF-8"'
 
 
@@ -137,7 +137,7 @@ class _Guard:
                 return
             await refused(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, _closing(send) if scope["type"] == "http" else send)
 
     def _proven(self, scope: Scope, shown: str) -> tuple[bytes, str] | str:
         """The key that was proven and the mac of the question; text: why none was."""
@@ -173,6 +173,16 @@ def _proof(headers: Iterable[tuple[bytes, bytes]]) -> str:
     """An Authorization header that proves a key, "": there is none."""
     given = [value for name, value in headers if name == b"authorization"]
     return given[0].decode("latin-1") if len(given) == 1 and given[0].startswith(SCHEME.encode()) else ""
+
+
+def _closing(send: Send) -> Send:
+    """The same, of an answer that needs no key, whatever it is: the connection ends with it."""
+    async def out(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"connection", b"close")]
+        await send(message)
+
+    return out
 
 
 def _signed(send: Send, key: bytes, mac: str) -> Send:

@@ -35,7 +35,8 @@ from urllib.parse import unquote
 
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import take_copy
-from flowcheck.checkpoint.directory import MANIFEST
+from flowcheck.checkpoint.directory import MANIFEST, MANIFEST_BYTES
+from flowcheck.checkpoint.paths import read_small
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.pace import Pace
@@ -270,12 +271,12 @@ def _copies(lane: Path) -> list[_Copy]:
     found = []
     for path in lane.glob("*/epoch-*/step-*"):
         try:
-            manifest = json.loads((path / MANIFEST).read_bytes())
+            manifest = json.loads(read_small(path / MANIFEST, MANIFEST_BYTES))
             nbytes = sum(int(entry["bytes"]) for entry in manifest["files"].values())
             found.append(_Copy(path, (manifest["run_id"], manifest["epoch"], manifest["step"]),
                                line_of(manifest.get("start", "")), nbytes, (path / MANIFEST).stat().st_mtime_ns,
                                status_of(manifest)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (FlowcheckError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # removed meanwhile, or somebody else's
     return sorted(found, key=lambda copy: copy.came)
 

@@ -13,7 +13,8 @@
 A mismatch says that something is wrong since the last match, and not since when. So all versions between are withdrawn:
 the replica's slots at once (updater/replica.py:withdraw), and whoever reads other tiers is told by a file beside the
 replica, flowcheck-NODE-GROUP.diverged. It is one small file whatever the number of versions, and it is there before
-anything else is done about them.
+anything else is done about them. Where another user has put something of that name, which this one may not remove, the
+file's name goes on with eight digits that nobody could guess (`.diverged-9f3a12c4`).
 
 A job whose chain diverges a second time in this process does something that it did not declare, and a new state of it
 would be followed by wrong versions again: it is refused, by the name that its trainers say (run and epoch; a run
@@ -26,6 +27,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import time
@@ -45,6 +47,8 @@ __all__ = ["Divergences", "Notices", "Run"]
 Run = tuple[str, int, int]  # id, epoch and ranks, as trainers say them
 MOST_BYTES = 1 << 20
 MOST_DIVERGED = 2  # times that a run may, less one
+ASIDE = re.compile(r"-[0-9a-f]{8}", re.ASCII)  # behind the name, where somebody else's is in the way
+ATTEMPTS = 3  # whoever watches the directory may be there first, and guesses nothing
 TICK_NS = 50_000_000  # more than the clock of a file system takes from one time to the next
 
 
@@ -53,7 +57,8 @@ class Divergences:
     followed; -1: none was. refusing: the run that is followed has just been refused, and why."""
 
     def __init__(self, directory: Path, node: str, group: str, say: Callable[..., None]) -> None:
-        self._path, self._group, self._say = directory / f"flowcheck-{node}-{group}.diverged", group, say
+        self._plain, self._group, self._say = directory / f"flowcheck-{node}-{group}.diverged", group, say
+        self._path = self._left()
         self.refusing = ""
         self._found = _read(self._path)  # and of which start each is
         self._run: tuple[Run, str] = ("", 0, 0), ""
@@ -115,26 +120,49 @@ class Divergences:
         """own_id: of its start; one without a name is known by nothing else."""
         return self._refused.get((run, "" if run[0] else own_id), "")
 
-    def _write(self) -> None:
-        try:
-            self._clear_way()
-            if self._found:
-                write_atomic(self._path, json.dumps([{**asdict(one), "start": of} for one, of in self._found]).encode())
-            else:
-                self._path.unlink(missing_ok=True)
-        except (OSError, FlowcheckError) as error:
-            what = error.message() if isinstance(error, FlowcheckError) else str(error)
-            self._say("problem", why=f"which versions have diverged cannot be said beside the replica: {what}")
+    def _left(self) -> Path:
+        """Where an earlier process has said it."""
+        found = [path for path in self._plain.parent.glob("*.diverged-*")
+                 if path.name.startswith(self._plain.name) and ASIDE.fullmatch(path.name[len(self._plain.name):])]
+        return next((path for path in sorted(found) if _is_ours(path)), self._plain)
 
+    def _write(self) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                self._clear_way()
+                if self._found:
+                    rows = [{**asdict(one), "start": of} for one, of in self._found]
+                    write_atomic(self._path, json.dumps(rows).encode())
+                else:
+                    self._path.unlink(missing_ok=True)
+                return
+            except (OSError, FlowcheckError) as error:
+                if attempt + 1 < ATTEMPTS and os.path.lexists(self._path) and not _is_ours(self._path):
+                    continue
+                what = error.message() if isinstance(error, FlowcheckError) else str(error)
+                self._say("problem", why=f"which versions have diverged cannot be said beside the replica: {what}")
+                return
 
     def _clear_way(self) -> None:
-        """What lies there under this name and is not ours goes, if we may: nothing could be said to readers."""
+        """What lies there under this name and is not ours goes, if we may; otherwise another name is taken: nothing
+        could be said to readers."""
+        if not os.path.lexists(self._path) or _is_ours(self._path):
+            return
         with contextlib.suppress(OSError):
-            found = self._path.lstat()
-            if stat.S_ISDIR(found.st_mode):
+            if stat.S_ISDIR(self._path.lstat().st_mode):
                 shutil.rmtree(self._path)
-            elif not stat.S_ISREG(found.st_mode) or not_mine(found):
+            else:
                 self._path.unlink()
+        if os.path.lexists(self._path):
+            self._path = self._plain.with_name(f"{self._plain.name}-{secrets.token_hex(4)}")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and not not_mine(found)
 
 
 class Notices:
@@ -142,7 +170,8 @@ class Notices:
 
     def __init__(self, directory: Path, node: str) -> None:
         self._directory = directory
-        self._name = re.compile(rf"flowcheck-{re.escape(node)}-{GROUP.pattern}\.diverged")
+        self._name = re.compile(rf"flowcheck-{re.escape(node)}-{GROUP.pattern}\.diverged({ASIDE.pattern})?",
+                                re.ASCII)
         self._read: dict[tuple[Path, int, int], list[tuple[Divergence, str]]] = {}  # by what changes with a file
         self._all: Sequence[Divergence] = ()
         self._changed, self._looked = -2, 0  # the directory, and when that was looked at
@@ -160,7 +189,7 @@ class Notices:
 
     def _look(self) -> Sequence[Divergence]:
         found: dict[tuple[Path, int, int], list[tuple[Divergence, str]]] = {}
-        for path in self._directory.glob("*.diverged"):
+        for path in self._directory.glob("*.diverged*"):
             if not self._name.fullmatch(path.name):
                 continue
             with contextlib.suppress(OSError):

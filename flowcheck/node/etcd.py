@@ -4,11 +4,13 @@
 
 Keys lie below /flowcheck/CLUSTER/. Reads are linearizable: on the smaller side of a split they are refused, as writes
 are. An endpoint that does not answer within a second is left for the next one, and one that answers byte by byte after
-three; that one is asked nothing more until its answer has ended. etcd from 3.4 on.
+three; that one is asked nothing more until its answer has ended. An answer of more than MOST_ANSWER bytes is none:
+whoever may write there may have written gigabytes. etcd from 3.4 on.
 """
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from flowcheck.errors import EnvironmentProblem, UserError, installing
 from flowcheck.node.registry import LEASE_SECONDS, ROOT, Entry, RegistryError
 
 if TYPE_CHECKING:
+    import requests
     from etcd3gw.client import Etcd3Client
     from etcd3gw.lease import Lease
 
@@ -27,6 +30,9 @@ __all__ = ["Etcd", "check_endpoints", "endpoint_of"]
 
 SECONDS = 1.0  # for an answer
 ANSWERS = 3  # times that, for an answer of which bytes come all the time
+MOST_ANSWER = 32 << 20  # bytes: what thousands of members say
+PIECE = 1 << 16
+MOST_SAID = 1000  # characters of why
 NO_LEASE = 0  # of a key that stays whoever is there: no member's
 API = "/v3/"
 T = TypeVar("T")
@@ -75,6 +81,7 @@ class Etcd:
                                              cert_cert=cert[0] if cert else None, cert_key=cert[1] if cert else None))
             # The environment's proxies, authorities and .netrc would go before what the settings say.
             self._clients[-1].session.trust_env = False
+            self._clients[-1].session.hooks["response"].append(_bounded)
         self._login = login
         self._known: set[int] = set()  # clients that are logged in
         self._prefix = f"/flowcheck/{quote(cluster, safe='')}/"
@@ -210,9 +217,33 @@ class Etcd:
                 asked = self._unanswered[id(client)] = _begun(self._as_user(call), client)
                 return asked.result(self._most)
             except Exception as error:  # of whatever library it is: nothing here may end the node
-                why = why or f"{type(error).__name__} {getattr(error, 'detail_text', None) or error}"
+                why = why or _said(error)
             self._clients.append(self._clients.pop(0))
         raise RegistryError(f"etcd does not answer ({' '.join(why.split())[:200]})", where=self._where)
+
+
+class _Failed(Exception):
+    """What an endpoint was asked for did not come: why."""
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, _Failed):
+        return str(error)
+    return f"{type(error).__name__} {getattr(error, 'detail_text', None) or error}"[:MOST_SAID]
+
+
+def _bounded(response: requests.Response, *_: Any, **__: Any) -> None:
+    """requests itself would take whatever comes."""
+    import requests
+
+    taken = io.BytesIO()
+    for piece in response.raw.stream(PIECE, decode_content=True):
+        if taken.tell() + len(piece) > MOST_ANSWER:
+            response.raw.close()
+            raise requests.exceptions.ConnectionError(f"an answer of more than {MOST_ANSWER >> 20} MiB")
+        taken.write(piece)
+    taken.seek(0)
+    response.raw = taken
 
 
 def _begun(call: Callable[[Any], T], client: Etcd3Client) -> Future[T]:
@@ -223,7 +254,7 @@ def _begun(call: Callable[[Any], T], client: Etcd3Client) -> Future[T]:
         try:
             answer.set_result(call(client))
         except BaseException as error:
-            answer.set_exception(error)
+            answer.set_exception(_Failed(_said(error)))  # its own frames would keep what has come
 
     threading.Thread(target=work, name="flowcheck etcd", daemon=True).start()
     return answer

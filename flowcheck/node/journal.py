@@ -23,6 +23,8 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from flowcheck.checkpoint.directory import MANIFEST_BYTES
+from flowcheck.checkpoint.paths import read_small
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.tensors import packed
 from flowcheck.control.version import Version
@@ -140,8 +142,8 @@ class Journal:
         """What the source says of a step. Raises UserError."""
         path = self.folder / f"hashes-{step:012d}"
         try:
-            said = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+            said = json.loads(read_small(path, MANIFEST_BYTES))
+        except (ValueError, RecursionError) as error:
             raise UserError(f"cannot be read: {error}", where=str(path)) from None
         return Version.of(said, str(path))
 

@@ -9,12 +9,13 @@ Whoever can write to etcd can write anything. So every value lies there in an en
 A mac is HMAC-SHA256, with a key that is derived from a nodes' token, over cluster, key, lease, number and text; there
 is one for each token that this node accepts, so that tokens can be replaced one node after the other. A value is
 there if one of the macs is right and the lease is the one that its key has in the registry: what was copied from
-another key, another cluster, or from a member's earlier life is not. `number` grows with each change of a key, and of
-one lease no value with a smaller number than one that was read is there again. A root's decision has no lease; an
-older one has a smaller epoch, which no member goes back to.
+another key or another cluster is not. `number` grows with each change of a key, and of one lease no value with a
+smaller number than one that was read is there again. A root's decision has no lease; an older one has a smaller epoch,
+which no member goes back to.
 
 What is not there is counted and named in `unsigned`, once. Somebody without the token can so take values away, and put
-values back for a moment that were there. He cannot add one.
+values back that were there: etcd lets whoever may write choose the number of a lease, so also the last ones of a member
+that is gone. He cannot add one.
 """
 
 from __future__ import annotations

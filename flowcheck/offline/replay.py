@@ -15,6 +15,8 @@ from pathlib import Path
 from rich.console import Console
 
 from dataplane.pcapfile import PcapInfo, scan
+from flowcheck.checkpoint.directory import MANIFEST_BYTES
+from flowcheck.checkpoint.paths import read_small
 from flowcheck.diagnose.reading import capture_errors
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import load_job
@@ -88,9 +90,9 @@ def _claim(out: Path, job: Job) -> None:
     one has something to offer instead."""
     for manifest in sorted(out.glob("*-[0-9]*/manifest.json")):
         try:
-            held = json.loads(manifest.read_bytes())
+            held = json.loads(read_small(manifest, MANIFEST_BYTES))
             run = str(held["run_id"]), int(held["epoch"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (UserError, ValueError, KeyError, TypeError, RecursionError):
             continue  # not ours: write_step refuses to touch it
         if run != (job.run_id, job.epoch):
             raise UserError(

@@ -30,8 +30,9 @@ import torch
 
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import users_at
-from flowcheck.checkpoint.directory import Meta, step_path, tensor_sha256, write_step
+from flowcheck.checkpoint.directory import MANIFEST_BYTES, Meta, step_path, tensor_sha256, write_step
 from flowcheck.checkpoint.identity import Identity, check_directory, folder_of
+from flowcheck.checkpoint.paths import read_small
 from flowcheck.checkpoint.users import file_of, read_user, users_of, write_users
 from flowcheck.control.ask import PARITY, SECONDS, AskError, Node, Offer, order_of, reader_key
 from flowcheck.control.protocol import token_bytes
@@ -107,14 +108,14 @@ class Protected:
         """Raises UserError: not such a directory, or changed since."""
         path = Path(path)
         try:
-            document = json.loads((path / DESCRIPTION).read_text())
+            document = json.loads(read_small(path / DESCRIPTION, MANIFEST_BYTES))
             whole = document["schema"] == SCHEMA and document["manifest_sha256"] == self_hash(document)
             code = Code(document["data"], document["parity"])
             length = int(document["length"])
             versions = tuple(Version.of(one, str(path)) for one in document["versions"])
             sums = {int(number): str(sha256) for number, sha256 in document["streams"].items()}
             users = tuple(tuple(users_of({"user": one})) for one in document["users"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        except (UserError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             whole = False
         if not whole or len(versions) != code.data or max(version.nbytes for version in versions) != length:
             raise UserError("is not a directory of parity, or was changed", where=str(path), remedy=OTHER)

@@ -63,9 +63,6 @@ class Visitor:
         """It has shown a key. False: there is no place for it, unless it is served `always`."""
         return self._door.known(self, always)
 
-    def answered(self) -> None:
-        self._door.answered(self)
-
     def gone(self) -> None:
         self._door.gone(self)
 
@@ -125,10 +122,6 @@ class Door:
         self._known.pop(visitor, None)
         self._known[visitor] = None
         return True
-
-    def answered(self, visitor: Visitor) -> None:
-        """A stranger was told something: it is not the one that has been silent for longest."""
-        self._strangers.renew(visitor)
 
     def gone(self, visitor: Visitor) -> None:
         self._strangers.leave(visitor)

@@ -2,7 +2,6 @@
 
     room = WaitingRoom(most, per_address)
     gone = room.enter(one, "10.0.0.7")      the connection that has to go for it, None: there is room
-    room.renew(one)                         it was answered: it is the newest again
     room.shrink()                           those that have to go because descriptors ran out
     room.leave(one)                         it has ended, or has shown who it is
 
@@ -87,12 +86,6 @@ class WaitingRoom(Generic[One]):
             self.leave(oldest)
             gone.append(oldest)
         return gone
-
-    def renew(self, one: One) -> None:
-        if (place := self._places.get(one)) is not None:
-            self.leave(one)
-            self._places[one] = place[0], self._now()
-            self._networks.setdefault(place[0], {})[one] = None
 
     def leave(self, one: One) -> bool:
         """False: it has no place."""

@@ -29,12 +29,16 @@ from .told_scene import document
 
 SECONDS = 2.0
 ASKED = f"GET /v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
+HEALTH = b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"
 STRANGE = b"GET /v1/status HTTP/1.1\r\nHost: x\r\n\r\n"
+CHUNKS = b"POST /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 5000
+LINES = STRANGE[:-2] + b"a:b\r\n" * 5000 + b"\r\n"
 KINDS = {
     "silent": ("silent", b""), "of many addresses": ("many", b""), "half a line": ("talking", HALF[:9]),
     "half a request": ("talking", HALF), "a byte a second": ("slow", HALF), "no key": ("talking", STRANGE),
     "a key, and silent then": ("talking", ASKED), "come and go": ("loop", b""), "a flood": ("flood", b""),
     "a flood of many addresses": ("flood of many", b""), "pipelined": ("pipelined", STRANGE),
+    "tiny chunks": ("talking", CHUNKS), "tiny headers": ("talking", LINES),
     "no request at all": ("talking", b"\x00\xff\r\n\r\n"),
 }
 TLS = {"silent": ("silent", b""), "half a handshake": ("talking", HELLO), "a byte a second": ("slow", HELLO),
@@ -112,6 +116,31 @@ def test_a_reader_over_tls_is_served_beside(api: Callable[..., Scene], tmp_path:
     with crowd(what, one.address, said) as others:
         until(lambda: len(others.sockets) >= SIZE)
         one.serves()
+
+
+@pytest.mark.parametrize("asked", [HEALTH, HEALTH.replace(b"GET", b"POST"), HEALTH.replace(b"GET", b"HEAD"), STRANGE])
+def test_who_has_shown_nothing_gets_one_answer(api: Callable[..., Scene], asked: bytes) -> None:
+    """For one connection: he would be the newest again and again, and readers would be sent away for him."""
+    with contextlib.closing(socket.create_connection(api().address, timeout=LONGEST)) as sock:
+        sock.sendall(asked * 3)
+        said = b""
+        while piece := sock.recv(65536):
+            said += piece
+    assert said.count(b"HTTP/1.1 ") == 1 and b"connection: close" in said.lower()
+
+
+@pytest.mark.parametrize("asked", [
+    CHUNKS, LINES, STRANGE.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"),
+    ASKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 9\r\n\r\n"), ASKED[:-2] + b"X: " + b"x" * 9000 + b"\r\n\r\n",
+], ids=["chunks", "lines", "a body", "a body, with a key", "a long line"])
+def test_a_request_that_is_larger_than_any_is_not_looked_through(api: Callable[..., Scene], asked: bytes) -> None:
+    with contextlib.closing(socket.create_connection(api().address, timeout=LONGEST)) as sock:
+        said = b""
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(asked)
+            while piece := sock.recv(65536):
+                said += piece
+    assert said.partition(b"\r\n")[0] in (b"", b"HTTP/1.1 400 Bad Request")
 
 
 def reader(one: Scene, path: str = "/v1/status") -> socket.socket:

@@ -4,12 +4,15 @@ is made of answers that are late, odd or refused. What a real etcd does with it:
 from __future__ import annotations
 
 import base64
+import gc
 import http.server
 import json
+import socket
 import threading
+import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -107,6 +110,41 @@ def put(key: str, value: str) -> tuple[str, Any]:
 
 def kvs(*entries: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
     return {"kvs": [{"key": code(AT + key), "value": code(value), **more} for key, value, more in entries]}
+
+
+def test_an_answer_without_an_end_is_none_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write may have written gigabytes, and what answers may be no etcd."""
+    monkeypatch.setattr(module, "MOST_ANSWER", 4 << 20)
+    sent: list[int] = []
+
+    def serve() -> None:
+        for _ in range(5):
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                sent.append(0)
+                with suppress(OSError):
+                    connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1073741824\r\n\r\n")
+                    while sent[-1] < 64 << 20:
+                        sent[-1] += connection.send(bytes(1 << 20))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        etcd = Etcd([f"http://127.0.0.1:{listener.getsockname()[1]}"], "c", seconds=60.0)
+        gc.disable()  # nothing is left for it
+        try:
+            tracemalloc.start()
+            for _ in range(5):
+                with pytest.raises(RegistryError) as caught:
+                    etcd.read()
+                assert "4 MiB" in caught.value.message()
+            held, most = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+        thread.join()
+    assert max(sent) < 32 << 20 and most < 16 << 20 and held < 2 << 20
 
 
 # -- the lease, and own keys ---------------------------------------------------------------------------------------
@@ -273,8 +311,8 @@ def test_a_question_has_a_thread_that_nobody_waits_for(endpoint: Endpoint, etcd:
 
     found: threading.Thread = etcd._ask(lambda client: threading.current_thread())
     assert found is not threading.current_thread() and found.daemon
-    with pytest.raises(SystemExit):
-        module._begun(ends, None).result(60.0)
+    with pytest.raises(RegistryError, match="SystemExit"):
+        etcd._ask(ends)
 
 
 def test_how_endpoints_are_reached(endpoint: Endpoint) -> None:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from flowcheck.checkpoint.coding.parity import DESCRIPTION, Protected
+from flowcheck.checkpoint.directory import MANIFEST, Meta, write_step
+from flowcheck.errors import UserError
+from flowcheck.job.model import Job
+from flowcheck.node.copier import Copier, Rules
+from flowcheck.node.divergences import Divergences, Notices
 from flowcheck.node.replica_files import ReplicaFiles
 from flowcheck.node.user_states import UserStates, rank_file, ranks_in, user_folder, users_in
+
+from .group_scene import small_job
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
@@ -157,3 +168,86 @@ def test_a_link_under_the_name_aside_is_not_followed(tmp_path: Path) -> None:
     states.put(tmp_path / "flowcheck-n-g-1.replica", 8, 0, b"the trainer's")
     states.close()
     assert victim.read_text() == "precious" and users_in(folder) == {0: b"the trainer's"}
+
+
+def as_user(user: int, work: Callable[[], object]) -> None:
+    """In a child; it raises here what is raised there."""
+    pid = os.fork()
+    if not pid:
+        try:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+            work()
+        except BaseException as error:
+            os.write(2, repr(error).encode())
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+@as_root
+@pytest.mark.parametrize("kind", ["file", "directory", "pipe", "link"])
+def test_nobody_keeps_a_node_from_saying_what_has_diverged(shared: Path, kind: str) -> None:
+    """Another user has put something of that name there before. Readers hear it all the same, also of a process that
+    comes later, and one that follows another start."""
+    path = shared / "flowcheck-n-dp0.diverged"
+    make: dict[str, Callable[[], object]] = {
+        "file": path.touch, "directory": lambda: (path / "x").mkdir(parents=True), "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to("/dev/zero")}
+    as_user(NOBODY, make[kind])
+
+    def diverges() -> None:
+        said: list[str] = []
+        found = Divergences(shared, "n", "dp0", lambda event, **fields: said.append(event))
+        found.begins(("run", 0, 2), job_of("run"), 0, "a")
+        found.verified(4)
+        found.diverged(9, "why")
+        assert said == ["diverged"] and Notices(shared, "n").cover("run", 0, "dp0", 7, "follows 4")
+        later = Divergences(shared, "n", "dp0", lambda event, **fields: said.append(event))
+        later.begins(("run", 0, 2), job_of("run"), 6, "b")
+        notices = Notices(shared, "n")
+        assert notices.cover("run", 0, "dp0", 5, "follows 4") and not notices.cover("run", 0, "dp0", 7, "follows 4")
+
+    as_user(NOBODY - 1, diverges)
+    assert os.path.lexists(path) and path.lstat().st_uid == NOBODY
+
+
+def sparse(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+MANIFESTS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo, "a directory": Path.mkdir, "a device": lambda path: path.symlink_to("/dev/zero"),
+    "many bytes": sparse,
+    "deep": lambda path: path.write_text("[" * 9999),
+}
+
+
+@pytest.mark.parametrize("kind", MANIFESTS)
+def test_a_manifest_that_is_none_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    """Among copies, and of parity: what is whole there is known all the same, in a moment."""
+    meta = Meta("run", 0, "verified", (), {"name": "adam", "groups": []}, "torch-cpu")
+    whole = write_step(tmp_path / "source" / "run" / "epoch-0", 7, {"w": torch.arange(4.0)}, {}, meta)
+    for folder, name in ((whole.with_name("step-000099"), MANIFEST), (tmp_path / "parity", DESCRIPTION)):
+        folder.mkdir()
+        MANIFESTS[kind](folder / name)
+    said: list[object] = []
+
+    def look() -> None:
+        said.append(Copier(tmp_path, Rules(), lambda *_, **__: None).held())
+        with contextlib.suppress(UserError):
+            Protected.read(tmp_path / "parity")
+        said.append("over")
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert said == [[{"source": "source", "run_id": "run", "epoch": 0, "steps": [7]}], "over"]
+
+
+def job_of(run_id: str) -> Job:
+    job = small_job()
+    job.run_id = run_id
+    return job

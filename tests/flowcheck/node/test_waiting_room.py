@@ -33,8 +33,7 @@ def test_the_oldest_of_an_address_goes_then_the_oldest_of_all() -> None:
     room: WaitingRoom[str] = WaitingRoom(4, 2)
     assert [room.enter(one, one[0]) for one in ("a1", "a2", "a3", "b1", "c1", "d1")] == [
         None, None, "a1", None, None, "a2"]
-    room.renew("a3")
-    assert room.enter("e1", "e") == "b1"
+    assert room.enter("e1", "e") == "a3"
 
 
 def test_a_crowd_pays_before_single_ones_do() -> None:
@@ -59,7 +58,7 @@ def test_where_descriptors_run_out_there_are_fewer_for_a_while() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3), st.sampled_from(
-    ["enter", "leave", "renew", "shrink"]))))
+    ["enter", "leave", "shrink"]))))
 def test_never_more_than_there_may_be_and_every_newcomer_has_a_place(
     most: int, per_address: int, steps: list[tuple[int, int, str]]
 ) -> None:
@@ -76,8 +75,6 @@ def test_never_more_than_there_may_be_and_every_newcomer_has_a_place(
                 del here[gone]
         elif what == "leave":
             assert room.leave(one) == (here.pop(one, None) is not None)
-        elif what == "renew":
-            room.renew(one)
         elif what == "shrink":
             for gone in room.shrink():
                 del here[gone]
