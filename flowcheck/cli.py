@@ -8,21 +8,23 @@ no; 70 a bug of ours; 130 interrupted.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 import flowcheck
 from flowcheck import __version__
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError, of_the_machine
-from flowcheck.interrupts import Heard
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError, of_the_line, of_the_machine
+from flowcheck.interrupts import Heard, unread
 from flowcheck.lab.bench.cli import bench
 from flowcheck.lab.cli import lab
 from flowcheck.lab.synth.cli import synth, synth_job
@@ -46,9 +48,11 @@ app = typer.Typer(
     name="flowcheck",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="Checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.",
 )
 
+INTERRUPTED = 130  # 128 and SIGINT
 Captures = Annotated[list[Path], typer.Argument(help="pcap or pcapng files, one per mirrored port or direction")]
 
 
@@ -103,6 +107,9 @@ def replay(
     nccl_version: VersionOption = "",
     algorithm: AlgorithmOption = "",
     nccl_log: LogOption = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the report as JSON instead (docs/reference/report.md).")
+    ] = False,
 ) -> None:
     """Replay captures into checkpoints: every gradient placed is proven, every missing byte is counted."""
     from flowcheck.offline.replay import ReplayOptions, run
@@ -111,7 +118,7 @@ def replay(
     options = ReplayOptions(
         captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [], gradients
     )
-    raise typer.Exit(run(options))
+    raise typer.Exit(run(options, as_json=as_json))
 
 
 @app.command()
@@ -171,7 +178,7 @@ def _options() -> Iterator[None]:
         ) from None
 
 
-_OPTION, _ARGUMENT = re.compile("^(run_id|shard)$"), re.compile(r"\b(run_id|shard)=")
+_OPTION, _ARGUMENT = re.compile("^(run_id|shard|format)$"), re.compile(r"\b(run_id|shard|whole)=(True)?")
 
 
 def _as_option(found: re.Match[str]) -> str:
@@ -202,11 +209,20 @@ def fetch(
     ca: Annotated[
         str, typer.Option("--ca", envvar="FLOWCHECK_CA", help='Ask over TLS: a PEM file of authorities, or "system".')
     ] = "",
+    whole: Annotated[
+        bool, typer.Option("--whole", help="Of dcp and hf: the shard has a name, and is the whole model all the same.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for machines (docs/use/recover.md).")] = False,
 ) -> None:
     """Take a version from checkpoint nodes into files, every hash checked."""
     token = _token(token_file)
     with _options():
-        taken = flowcheck.fetch(nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step, ca=ca)
+        taken = flowcheck.fetch(
+            nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step, ca=ca, whole=whole,
+        )
+    if as_json:
+        typer.echo(json.dumps({"schema": "flowcheck-fetch/1", **asdict(taken), "path": str(taken.path)}, indent=1))
+        return
     for why in taken.passed:
         typer.echo(f"not taken: {why}", err=True)
     typer.echo(repr(taken))
@@ -266,50 +282,54 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show must not end the run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    with unread():
+        sys.exit(_status())
+
+
+def _status() -> int:
     heard = Heard()
     try:
-        app(standalone_mode=True)
+        status = int(app(standalone_mode=False, prog_name="flowcheck") or 0)
     except FlowcheckError as error:
-        _fail(error)
-    except SystemExit as ended:  # typer ends with 130 after an interrupt
-        if ended.code == 130:
-            _interrupted()
-        raise
+        return _fail(error)
     except KeyboardInterrupt:
-        _interrupted()
+        return _interrupted()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        raise
     except OSError as error:
         where = str(error.filename) if error.filename else "the output"
-        _fail(
+        return _fail(
             EnvironmentProblem(
                 error.strerror or str(error), where=where, remedy="check the path, its permissions and the free space"
             )
         )
     except Exception as error:
+        if (wrong := of_the_line(error, "flowcheck")) is not None:
+            return _fail(wrong)
         if (machine := of_the_machine(error)) is not None:
-            _fail(machine)
+            return _fail(machine)
         if heard.interrupted:  # libraries swallow it while they are loaded, and are then not whole
-            _interrupted()
+            return _interrupted()
         if os.environ.get("FLOWCHECK_DEBUG"):
             traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
-        _fail(
+        return _fail(
             InternalError(
                 f"{type(error).__name__}: {error}",
                 where=f"{Path(last.filename).name}:{last.lineno}",
                 remedy="this is a bug in flowcheck; run again with FLOWCHECK_DEBUG=1 and report what it prints",
             )
         )
+    return _interrupted() if status == INTERRUPTED else status  # which typer makes of it
 
 
-def _interrupted() -> NoReturn:
+def _interrupted() -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more, while the interpreter ends, would show a traceback
     print("flowcheck: interrupted before it was done", file=sys.stderr)
-    sys.exit(130)
+    return INTERRUPTED
 
 
-def _fail(error: FlowcheckError) -> None:
-    print(f"flowcheck: error: {error.message()}", file=sys.stderr)
-    sys.exit(error.exit_code)
+def _fail(error: FlowcheckError) -> int:
+    if error.what:
+        print(f"flowcheck: error: {error.message()}", file=sys.stderr)
+    return error.exit_code

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 
 __all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError", "installing", "missing_module",
-           "of_the_machine", "said_of"]
+           "of_the_line", "of_the_machine", "said_of", "size_text"]
 
 SHORT = {  # errno, and what there was too little of
     errno.ENOMEM: "memory", errno.EMFILE: "room for more open files of this process",
@@ -114,3 +114,25 @@ def installing(error: ImportError) -> str:
     is on no index, so an extra can be named only where its sources or its wheel are."""
     absent = (error.name or "?").partition(".")[0]
     return f"pip install {PACKAGES.get(absent, absent)}"
+
+
+def of_the_line(error: Exception, command: str) -> UserError | None:
+    """What to say of an error of typer's parser: the command line is wrong. None: it is another one. Its `what` is ""
+    where the help was printed in its place. (typer's own classes are not imported here.)"""
+    say = getattr(error, "format_message", None)
+    if say is None:
+        return None
+    context = getattr(error, "ctx", None)
+    path = str(context.command_path) if context is not None else command
+    return UserError(str(say()), where=path.partition(" ")[2], remedy=f"{path} --help")
+
+
+def size_text(nbytes: int, binary: bool = False) -> str:
+    """A number of bytes in the largest unit of which there is one: "276.2 kB". binary: in units of 1024, as settings in
+    MiB are: "40.0 KiB"."""
+    step, units = (1024, ("KiB", "MiB", "GiB", "TiB")) if binary else (1000, ("kB", "MB", "GB", "TB"))
+    for power, unit in reversed([*enumerate(units, 1)]):
+        scale = step**power
+        if nbytes >= scale - scale // (20 * step):  # what would be rounded to a whole one of the smaller unit
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes} B"

@@ -1,7 +1,8 @@
 """Signals that end a process: who hears them for a while, blocks that they wait for, and a start that they end in
-silence."""
+silence; and a reader of the output that has gone, of which SIGPIPE would tell."""
 
 import importlib
+import os
 import signal
 import sys
 import threading
@@ -9,8 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Heard", "command", "deferred", "handled"]
+__all__ = ["READER_GONE", "Heard", "command", "deferred", "handled", "unread"]
 
+READER_GONE = 128 + signal.SIGPIPE  # what a shell says of a command that a closed pipe has ended
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -69,6 +71,28 @@ class Heard:
     def _note(self, number: int, frame: Any) -> None:
         self.interrupted = True
         signal.default_int_handler(number, frame)
+
+
+@contextmanager
+def unread() -> Iterator[None]:
+    """Where whoever reads the block's output has gone, the process ends with READER_GONE. What it did is done: its
+    report comes last."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+    except SystemExit as ended:
+        if not isinstance(ended.__context__, BrokenPipeError):  # typer and rich make an exit with status 1 of it
+            raise
+    else:
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):  # what is still buffered has no reader either
+        os.dup2(nowhere, stream.fileno())
+    sys.exit(READER_GONE)
 
 
 def command(module: str) -> None:

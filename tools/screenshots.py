@@ -86,7 +86,7 @@ def example(now: float) -> dict[str, Any]:
     brought = (("0000:81:00.0", int(1e5 * (now % 1e4)), now), ("0000:c1:00.0", 912, now - 95))
     ports = [{"device": device, "received": received, "bytes": 4100 * received, "last": last,
               "claimed": received, "last_claimed": last, "streams": [received],
-              "lost": dict.fromkeys(LOST, 0)} for device, received, last in brought]
+              "lost": dict.fromkeys(LOST, 0), "last_lost": 0.0} for device, received, last in brought]
     return tally.document() | {
         "version": __version__, "captures": ports, "unclaimed": {"unknown": 12}, "connected": {GROUP: 4}, "shadow": 3,
     }

@@ -398,4 +398,4 @@ def _new_file(path: Path, size: int) -> tuple[mmap.mmap, int, int]:
         return mmap.mmap(fd, size, mmap.MAP_SHARED), fd, size
     except OSError as error:
         os.close(fd)
-        raise ReplicaError(f"{path}: {size >> 20} MiB cannot be reserved: {error.strerror}") from None
+        raise ReplicaError(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None

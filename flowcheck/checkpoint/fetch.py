@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from flowcheck.checkpoint.identity import Identity, check_directory, check_file,
 from flowcheck.checkpoint.paths import path_of
 from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
-from flowcheck.control.sources import Fetched, addresses, take
+from flowcheck.control.sources import Fetched, Found, addresses, take
 from flowcheck.control.tls import client_context
 from flowcheck.control.torch_state import torch_state
 from flowcheck.control.user_state import pack
@@ -56,6 +57,7 @@ from flowcheck.errors import UserError
 __all__ = ["FORMATS", "Taken", "fetch"]
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
+WHOLE = ("dcp", "hf")  # their loaders take what is there for the model, and do not know of shards
 LONGEST = 1e6  # seconds that a node may be waited for
 SHARD_BYTES = 5_000_000_000  # of tensors in a file of the form `hf`
 LEFT = "step-"  # what begins with it and is half is of a fetch that was killed
@@ -95,18 +97,19 @@ class Taken:
 def fetch(
     nodes: str | Sequence[str], out: str | os.PathLike[str], *, token: str, format: str = "safetensors",
     run_id: str | None = None, shard: str | None = None, step: int | None = None, seconds: float = SECONDS,
-    ca: str = "",
+    ca: str = "", whole: bool = False,
 ) -> Taken:
     """The newest version that nodes have, as files in the directory `out`. The same version is replaced if it is there
     already; of one step, another run, epoch or shard needs another directory.
 
     nodes: HOST:PORT of their `api.listen`, a list or one text with commas. token: the nodes' shared secret.
-    format: one of FORMATS. run_id, shard: which run, and which group of ranks of it; None: the only one that there is.
-    step: this one and no other. seconds: that a node may be silent.
+    format: one of FORMATS; `dcp` and `hf` are of whole models. run_id, shard: which run, and which group of
+    ranks of it; None: the only one that there is. step: this one and no other. seconds: that a node may be silent.
     ca: ask over TLS, and trust these certificates: a PEM file, or "system". "": no TLS.
+    whole: a shard that has a name is the whole model all the same; asked for by `dcp` and `hf`.
 
-    Raises UserError, also if something else lies under its name, which is left alone; and EnvironmentProblem: there is
-    no version, none proved good, or it cannot be written.
+    Raises UserError, also if something else lies under its name, which is left alone, and if a part of a model might
+    pass for a whole one; and EnvironmentProblem: there is no version, none proved good, or it cannot be written.
     """
     if format not in FORMATS:
         raise UserError(f"{format!r} is none of {', '.join(FORMATS)}", where="format", remedy="one of them")
@@ -114,13 +117,27 @@ def fetch(
     _check(nodes, token, run_id, shard, step, seconds, ca)
     key, tls = reader_key(token_bytes(token)), client_context(ca) if ca else None
     own = format == "safetensors"  # the form that has room for what ranks gave of themselves
-    fetched = take([Node(address, key, seconds, tls) for address in addresses(nodes)], run_id, shard, step, own)
+    asked = [Node(address, key, seconds, tls) for address in addresses(nodes)]
+    fetched = take(asked, run_id, shard, step, own, partial(_whole, format, whole))
     version = fetched.version
     writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp, "hf": _hf}
     path = writers[format](fetched, folder)
     return Taken(
         path, version.step, version.run_id, version.epoch, version.shard, version.status, version.unproven,
         fetched.source, fetched.nbytes, fetched.seconds, fetched.passed,
+    )
+
+
+def _whole(format: str, whole: bool, found: Found) -> None:
+    """Raises UserError where the form is of a whole model, and nothing says that what was found is one. A version does
+    not say of what it is a part; that a shard has a name says that the job may have others."""
+    if format not in WHOLE or whole or not (found.shard or len(found.shards) > 1):
+        return
+    raise UserError(
+        f"{format} is of a whole model, and shard {found.shard!r} of run {found.run_id!r} may be a part of one, with"
+        " slices of its tensors", where="format",
+        remedy="format safetensors or torch for each shard: they are not joined here (docs/use/layouts.md); whole=True"
+        " where each rank of this group has the whole model, as DDP's have",
     )
 
 

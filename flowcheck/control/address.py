@@ -2,6 +2,8 @@
 
     host_and_port("10.0.0.2:7071") -> ("10.0.0.2", 7071)      host_and_port("[::1]:7071") -> ("::1", 7071)
     host_and_port("10.0.0.2") -> None                         None: it is not an address
+    why_not("10.0.0.2:70711") -> "has port 70711, ..."        what is wrong with one that is none; odd_port: "" if that
+                                                              is not its port
 
 A port is ASCII digits, 1 to 65535. A host is a name that can be looked up, an IPv4 address, or an IPv6 address in
 brackets, or without. Standard library.
@@ -13,7 +15,7 @@ import re
 import unicodedata
 from typing import Any
 
-__all__ = ["host_and_port", "text_of"]
+__all__ = ["host_and_port", "odd_port", "text_of", "why_not"]
 
 _PORT = re.compile(r"[0-9]{1,5}", re.ASCII)
 _SIX = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]{1,32})?", re.ASCII)
@@ -33,6 +35,19 @@ def host_and_port(text: Any, least: int = 1, brackets: bool = False) -> tuple[st
         host = host[1:-1] if host[0] == "[" and host[-1] == "]" else host
         return (host, int(port)) if _SIX.fullmatch(host) else None
     return (host, int(port)) if _is_name(host) else None
+
+
+def why_not(text: Any, least: int = 1) -> str:
+    """What an error says after the text, of which host_and_port has said None."""
+    return odd_port(text, least) or "is not an address"
+
+
+def odd_port(text: Any, least: int = 1) -> str:
+    """That the port is a number and none of a port; "": it is not that."""
+    port = text.rpartition(":")[2].rstrip("/") if isinstance(text, str) and ":" in text else ""
+    if not (port.isascii() and port.isdigit()) or least <= int(port[:20]) < 65536:
+        return ""
+    return f"has port {port[:20]}, and ports are {least} to 65535"
 
 
 def text_of(host: str, port: int) -> str:

@@ -65,6 +65,8 @@ MOST_NBYTES = 1 << 50  # of a version
 MOST_FAILED = 3  # versions of a tier that proved bad, until it is asked no more
 MOST_WHY = 400  # characters
 MOST_HEAD = 1 << 20  # bytes of an answer until its body
+TOKEN = "the token that these nodes have: token= or FLOWCHECK_TOKEN_FILE, --token-file of a command"
+ADDRESS = "HOST:PORT of a node's api.listen"
 AGAIN_SECONDS = 0.25  # between two questions for a manifest whose tensors are being hashed
 HASH_SECONDS = 1800.0  # that hashing may take, whatever a node says of it
 
@@ -191,6 +193,7 @@ class Node:
         self.diverged: list[Divergence] = []
         self.seconds = seconds
         self.answered = False  # ever, whatever it said
+        self.misasked = ""  # it is there, and was asked wrongly: what to do about that
         self.failed: Counter[str] = Counter()  # by tier: how many versions proved bad, or could not be had
         self.busy = False  # it had no slot for a reader for as long as that is waited for
         self.gone: set[str] = set()  # versions that were refused as if they had made room
@@ -457,11 +460,12 @@ class Node:
         if isinstance(error, TimeoutError):
             return AskError(f"no answer within {self._seconds:g} s", where=self.name)
         if isinstance(error, ssl.SSLCertVerificationError):
-            return AskError(f"the node's certificate is not trusted: {error.verify_message}", where=self.name)
+            return AskError(f"the node's certificate is not trusted: {error.verify_message}", where=self.name,
+                            remedy="ca=, --ca of a command: the authority that signed it")
         if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
             control = str(error).startswith(MAGIC.decode())
             return AskError("this is a node's control port, for trainers: give the address of its api.listen"
-                            if control else "what answers there speaks no HTTP", where=self.name)
+                            if control else "what answers there speaks no HTTP", where=self.name, remedy=ADDRESS)
         return AskError(f"connection lost: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}",
                         where=self.name)
 
@@ -551,7 +555,8 @@ def _refusal(response: http.client.HTTPResponse, where: str, proven: bool = Fals
     said = told.get("why", "") if isinstance(told, dict) else ""
     said = " ".join(said.split()) if isinstance(said, str) else ""  # one line: more would pass for lines of ours
     if response.status == 401:
-        return AskError(f"refuses the proof: {said}" if proven else "the token is wrong", where=where)
+        return AskError(f"refuses the proof: {said}" if proven else "the token is wrong", where=where,
+                        remedy="" if proven else TOKEN)
     why = f"refused: {said or f'status {response.status}'}"
     if response.status == 404:
         return GoneError(why, where=where)

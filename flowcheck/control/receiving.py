@@ -37,7 +37,8 @@ VIEWS = 256  # in one call: the kernel takes 1024
 
 
 class AskError(FlowcheckError):
-    """The node is gone, slow, does not know the key, or sent something other than what it should be."""
+    """The node is gone, slow, does not know the key, or sent something other than what it should be. remedy: it is
+    there, and was asked wrongly: what to do; "" otherwise."""
 
     exit_code = 3
 

@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import torch
 
-from flowcheck.control.address import host_and_port
+from flowcheck.control.address import host_and_port, why_not
 from flowcheck.control.ask import (
     MOST_FAILED,
     TIERS,
@@ -63,8 +63,9 @@ class Found:
     absent: of each node that did not answer, its name and why. withheld: of each that has versions and does not offer
     them yet, its name and why the newest is not. lacks: "run" or "shard": there are versions, and none of that one;
     other: whose they are, in words. newest: the newest epoch of the run of which they have anything, of whatever shard,
-    withheld or not; -1: they have nothing of it. Versions of epochs that are newer than all that a node vouches for, if
-    one vouches for any, are no places: nobody has attached with them."""
+    withheld or not; -1: they have nothing of it. remedies: what to do about those
+    of the absent that are there and were asked wrongly; shards: of the run, that have anything. Versions of epochs that
+    are newer than all that a node vouches for, if one vouches for any, are no places: nobody has attached with them."""
 
     run_id: str
     shard: str
@@ -74,6 +75,8 @@ class Found:
     lacks: str = ""
     other: str = ""
     newest: int = -1
+    remedies: tuple[str, ...] = ()
+    shards: tuple[str, ...] = ()
 
     @property
     def versions(self) -> dict[Key, str]:
@@ -127,7 +130,7 @@ def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
     out = []
     for text in texts:
         if (found := host_and_port(text.strip() if isinstance(text, str) else text)) is None:
-            raise UserError(f"{text!r} is not an address", where="nodes", remedy="HOST:PORT of a node's api.listen")
+            raise UserError(f"{text!r} {why_not(text)}", where="nodes", remedy="HOST:PORT of a node's api.listen")
         out.append(found)
     if not out or len(set(out)) < len(out):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="nodes", remedy="each node once")
@@ -174,7 +177,9 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     unknown = tuple(f"epoch {epoch}: is there, and no node vouches that trainers have attached with it"
                     for epoch in strange[-1:])
     return Found(run_id, shard, tuple(sorted(places, key=lambda place: TIERS.index(place[1].tier))), absent,
-                 (*(f"{node.name}: {why}" for node in nodes for why in node.withheld), *unknown), lacks, other, newest)
+                 (*(f"{node.name}: {why}" for node in nodes for why in node.withheld), *unknown), lacks, other, newest,
+                 tuple(dict.fromkeys(node.misasked for node in nodes if node.misasked)),
+                 tuple(sorted({offer.shard for _, offer in of_run})))
 
 
 def _named(name: str, offered: list[tuple[Node, Offer]]) -> str:
@@ -189,9 +194,11 @@ def offers_of(nodes: Sequence[Node], full: float = 0.0) -> list[list[Offer] | st
 
 
 def _offers(node: Node, full: float) -> list[Offer] | str:
+    node.misasked = ""
     try:
         return _when_free(node, node.offers, 0.0, full)
     except AskError as error:
+        node.misasked = error.remedy
         return f"{node.name}: {error.what}"
     finally:
         node.close()
@@ -322,10 +329,11 @@ def _when_free(
 
 
 def take(
-    nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int | None, users: bool = False
+    nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int | None, users: bool = False,
+    may: Callable[[Found], None] = lambda found: None,
 ) -> Fetched:
-    """The newest version that proves good, or `step`. users: with the own states of all ranks that gave one. Raises
-    EnvironmentProblem: there is none; UserError as `look`."""
+    """The newest version that proves good, or `step`. users: with the own states of all ranks that gave one. may:
+    raises where what was found is not to be taken. Raises EnvironmentProblem: there is none; UserError as `look`."""
     passed: list[str] = []
     bad: list[Key] = []
     stood: set[Key] = set()
@@ -335,6 +343,7 @@ def take(
         key = choose([found.versions], step=step, bad=bad, stood=stood)
         if key is None:
             break
+        may(found)
         try:
             fetched = fetch(found, key, {}, lambda offer: offer.with_user if users else ())
             return replace(fetched, passed=(*passed, *fetched.passed))
@@ -347,4 +356,4 @@ def take(
     what = what if any(node.answered for node in nodes) else "nobody answered"
     why = "; ".join([*passed, *found.absent, *found.withheld])
     raise EnvironmentProblem(f"{what}{f': {why}' if why else ''}", where=", ".join(node.name for node in nodes),
-                             remedy="see the nodes' lines, or a checkpoint directory")
+                             remedy="; ".join(found.remedies) or "see the nodes' lines, or a checkpoint directory")

@@ -5,6 +5,7 @@
     text = start_text(digest, instance)                    what a replica's file and a manifest have as `start`
     line_of(text)                                          its line, "": not known
     order(key)                                             versions of a run sorted by this: what lives comes last
+    ranks(versions)                                        sorts those of several runs: what lives comes last
 
 A run that is started again from an older version leaves a line of versions that no trainer goes on with. Its steps may
 be higher than those of the line that lives, and both may say one epoch. So the line of the later start comes first, and
@@ -18,7 +19,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["LINE", "Key", "Start", "line_in", "line_of", "naming", "order", "start_text"]
+__all__ = ["LINE", "Key", "Start", "line_in", "line_of", "naming", "order", "ranks", "start_text"]
 
 _START = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{4})-([0-9a-f]{1,12})")
 LINE = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}-[0-9a-f]{4}")
@@ -98,3 +99,14 @@ def naming(held: Sequence[Iterable[Key]]) -> Callable[[Key], Key]:
         return (epochs.get(line, key[0]), key[1], line) if line else key
 
     return name
+
+
+def ranks(versions: Iterable[tuple[str, Key]]) -> Callable[[str, Key], tuple[str, tuple[int, str, int]]]:
+    """What sorts versions of several runs, each a run's id and a key: the run that was started last comes last, and of
+    a run the line that lives. Runs that say no line come before all others, by epoch and step."""
+    keys: dict[str, list[Key]] = {}
+    for run_id, key in versions:
+        keys.setdefault(run_id, []).append(key)
+    names = {run_id: naming([held]) for run_id, held in keys.items()}
+    latest = {run_id: max(map(line_in, held)) for run_id, held in keys.items()}
+    return lambda run_id, key: (latest[run_id], order(names[run_id](key)))

@@ -5,10 +5,11 @@ Exit status 0: one explanation, written. 2: refused or ambiguous, nothing writte
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +18,7 @@ from rich.markup import escape
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import load_job
+from flowcheck.job.model import Flow
 from flowcheck.learning.hints import Hints, parse_optimizer, parse_ranks
 from flowcheck.tables import Column, print_table, screen
 
@@ -79,6 +81,7 @@ def learn(
         Path | None,
         typer.Option("--channels", help="A manifest that holds but for its flows' channels: these alone are found."),
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for machines (docs/use/learn.md).")] = False,
 ) -> None:
     """Learn a job from its captures and write it as a manifest, with the reason for every part of it."""
     from flowcheck.learning.captures import learn as learn_captures
@@ -87,13 +90,17 @@ def learn(
     if channels is not None:
         if any((optimizer, dtype, buckets, rank, nccl_version, algorithm, nccl_log, job)):
             raise UserError("its manifest says all else", where="--channels", remedy="leave the other options out")
-        _find_channels(captures, channels, out)
+        _find_channels(captures, channels, out, as_json)
         return
     hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm, job)
     with watching() as progress:
         learnt: Learnt = learn_captures(captures, hints, nccl_log or [], progress)
     learnt.job.unproven = learnt.marks  # a file confirms no more than what was learnt
     write_atomic(out, learnt.job.to_json().encode())
+    if as_json:
+        document = {"schema": "flowcheck-learn/1", "manifest": str(out), **learnt.to_dict()}
+        typer.echo(json.dumps(document, indent=1))
+        return
     console = screen()
     columns = [Column(name, folds=True) for name in ("learnt", "value", "confidence", "because")]
     print_table(console, columns, [(item.what, item.value, item.confidence, item.reason) for item in learnt.items])
@@ -104,7 +111,7 @@ def learn(
     console.print(f"manifest: {escape(str(out))}", soft_wrap=True)
 
 
-def _find_channels(captures: list[Path], given: Path, out: Path) -> None:
+def _find_channels(captures: list[Path], given: Path, out: Path, as_json: bool) -> None:
     """`learn --channels`: the manifest with the channels that the captures show."""
     from flowcheck.learning.captures import assign_channels
 
@@ -113,19 +120,39 @@ def _find_channels(captures: list[Path], given: Path, out: Path) -> None:
     job.flows = found.flows
     job.unproven = [*job.unproven, CHANNELS_FOUND]
     write_atomic(out, job.to_json().encode())
+    if as_json:
+        document = {
+            "schema": "flowcheck-learn-channels/1", "manifest": str(out),
+            "channels": [
+                {**_named(flow), "channel": flow.channel, "messages": seen}
+                for flow, seen in zip(found.flows, found.seen, strict=True)
+            ],
+            "spare": [_named(flow) for flow in found.spare],
+            "not_captured": [_named(flow) for flow in found.unseen],
+        }
+        typer.echo(json.dumps(document, indent=1))
+        return
     console = screen()
     rows = [
-        (str(flow.channel), f"{flow.src} -> {flow.dst}", ", ".join(f"{qpn:#x}" for qpn in flow.qpns),
+        (str(flow.channel), *_cells(flow),
          f"{seen} messages fit, and no other assignment" if seen else "what the others leave; nothing of it was seen")
         for flow, seen in zip(found.flows, found.seen, strict=True)
     ]
-    rows += [("none", f"{flow.src} -> {flow.dst}", ", ".join(f"{qpn:#x}" for qpn in flow.qpns),
-              "the job's calls send nothing on it") for flow in found.spare]
-    rows += [("not known", f"{flow.src} -> {flow.dst}", ", ".join(f"{qpn:#x}" for qpn in flow.qpns),
-              "nothing between these ranks was captured; left out") for flow in found.unseen]
+    rows += [("none", *_cells(flow), "the job's calls send nothing on it") for flow in found.spare]
+    rows += [
+        ("not known", *_cells(flow), "nothing between these ranks was captured; left out") for flow in found.unseen
+    ]
     columns = [Column(name, folds=True) for name in ("channel", "ranks", "queue pairs", "because")]
     print_table(console, columns, rows)
     console.print(f"manifest: {escape(str(out))}", soft_wrap=True)
+
+
+def _named(flow: Flow) -> dict[str, Any]:
+    return {"src": flow.src, "dst": flow.dst, "qpns": list(flow.qpns)}
+
+
+def _cells(flow: Flow) -> tuple[str, str]:
+    return f"{flow.src} -> {flow.dst}", ", ".join(f"{qpn:#x}" for qpn in flow.qpns)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, Offer
 from flowcheck.control.ask import OWN as OF_ITS_OWN
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.proof import PROOF, SCHEME, Questions, answered, place_of, voucher
+from flowcheck.control.start import ranks
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.allocator import give_back
@@ -297,7 +298,8 @@ class _Api:
         return JSONResponse({"versions": offers, "streams": streams, "absent": absent})
 
     async def _look(self, tiers: Sequence[str] | None = None) -> tuple[list[Said], list[Said], list[str]]:
-        """What can be had, newest first; what is there and is not offered; tiers that did not say so in time."""
+        """What can be had, the run and line that live first, of them the newest; what is there and is not offered;
+        tiers that did not say so in time."""
         shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
         asked = {tier: self._looked(tier, shelf) for tier, shelf in shelves.items()}
         if asked:
@@ -306,8 +308,9 @@ class _Api:
         peers = self._peers()
         offers = [replace(self._shelves[tier].judged(one.offer), attached=_attached(one, peers))
                   for tier, task in asked.items() if tier not in absent for one in task.result()]
-        order = list(asked)
-        offers.sort(key=lambda offer: (-offer.epoch, -offer.step, order.index(offer.tier)))
+        order, rank = list(asked), ranks((offer.run_id, offer.key) for offer in offers)
+        offers.sort(key=lambda offer: order.index(offer.tier))
+        offers.sort(key=lambda offer: rank(offer.run_id, offer.key), reverse=True)
         whys = [(offer, self._shelves[offer.tier].withheld(offer) or (_unvouched(offer) if peers else ""))
                 for offer in offers]
         return ([asdict(offer) for offer, why in whys if not why],

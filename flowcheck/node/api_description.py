@@ -94,7 +94,7 @@ def describe(open_path: str) -> dict[str, Any]:
             "/openapi.json": _get("This description.", {"200": _answer("OpenAPI 3.1.", {"type": "object"})}),
             "/v1/status": _get("The newest version of each run, shard and tier.",
                                {"200": _answer("What is newest.", _list("newest"))}),
-            "/v1/versions": _get("Every version that can be had at this moment, newest first.",
+            "/v1/versions": _get("Every version that can be had at this moment, of the run and line that live first.",
                                  {"200": _answer("What there is.", _list("versions", _MORE))}),
             "/v1/versions/{id}/manifest.json": _get(
                 "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",

@@ -43,6 +43,7 @@ class Beside:
         self._process: subprocess.Popen[bytes] | None = None
         self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a file system
         self._refused = False  # the kernel would not start it, which was said
+        self._down = ""  # its name: that it is not there was said, and not that it is again
         self._pulse: Pulse | None = None
         self._start()
 
@@ -59,16 +60,16 @@ class Beside:
         if (status := process.poll()) is not None:
             self._read(process)
             _let_go(process)
-            self._process, self._text = None, b""
-            self._say("problem", process=self._module.rpartition(".")[2], cause="ended", why="the process that"
+            self._process, self._text, self._down = None, b"", self._module.rpartition(".")[2]
+            self._say("problem", process=self._down, cause="ended", why="the process that"
                       f" {self._what} {ended(status)}; it is started anew in {self._pause:g} s")
             self._began = time.monotonic()
         elif self._pulse is not None and (why := self._pulse.look()):
             process.kill()
             self._left.append(process)
             _let_go(process)
-            self._process, self._text = None, b""
-            self._say("problem", process=self._module.rpartition(".")[2], cause="hung", why="the process that"
+            self._process, self._text, self._down = None, b"", self._module.rpartition(".")[2]
+            self._say("problem", process=self._down, cause="hung", why="the process that"
                       f" {self._what} hangs: {why}; it was killed, and is started anew in {self._pause:g} s")
             self._began = time.monotonic()
 
@@ -79,9 +80,10 @@ class Beside:
             self._process = start(self._module, self._settings)
             self._pulse = Pulse(self._process.pid)
         except OSError as error:
+            self._down = self._module.rpartition(".")[2]
             if not self._refused:
-                self._say("problem", why=f"the process that {self._what} cannot be started: {error.strerror or error};"
-                          " it is tried again and again")
+                self._say("problem", why=f"the process that {self._what} cannot be started:"
+                          f" {error.strerror or error}; it is tried again and again", about=self._down)
             self._refused = True
         else:
             self._refused = False
@@ -114,6 +116,9 @@ class Beside:
                     continue  # of a library that prints
                 if self._pulse is not None:
                     self._pulse.heard(event[0] == ALIVE)
+                if self._down:
+                    self._say("solved", about=self._down)
+                    self._down = ""
                 if event[0] == ALIVE:
                     continue
                 self._tell(*event, said)

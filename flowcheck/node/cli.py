@@ -19,7 +19,8 @@ from typing import Annotated, Protocol, Self
 import typer
 
 from flowcheck import __version__
-from flowcheck.errors import FlowcheckError, InternalError, of_the_machine, said_of
+from flowcheck.errors import FlowcheckError, InternalError, of_the_line, of_the_machine, said_of
+from flowcheck.interrupts import unread
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.notify import Notify
 from flowcheck.node.rights import Rights
@@ -137,19 +138,26 @@ def _thread_ended(say: Events, ended: threading.ExceptHookArgs) -> None:
 
 def main() -> None:
     """Entry point of the console script."""
-    app = typer.Typer(add_completion=False)
+    app = typer.Typer(add_completion=False, context_settings={"help_option_names": ["--help", "-h"]})
     app.command()(run)
+    with unread():
+        sys.exit(_status(app))
+
+
+def _status(app: typer.Typer) -> int:
     try:
-        app(standalone_mode=True)
+        return int(app(standalone_mode=False, prog_name="flowcheck-node") or 0)
     except FlowcheckError as error:
-        _fail(error)
+        return _fail(error)
+    except BrokenPipeError:
+        raise
     except Exception as error:
-        if (machine := of_the_machine(error)) is not None:
-            _fail(machine)
+        if (known := of_the_line(error, "flowcheck-node") or of_the_machine(error)) is not None:
+            return _fail(known)
         traceback.print_exc()
-        _fail(InternalError(f"{type(error).__name__}: {error}", remedy="this is a bug: report the lines above"))
+        return _fail(InternalError(f"{type(error).__name__}: {error}", remedy="this is a bug: report the lines above"))
 
 
-def _fail(error: FlowcheckError) -> None:
+def _fail(error: FlowcheckError) -> int:
     print(f"flowcheck-node: error: {error.message()}", file=sys.stderr)
-    sys.exit(error.exit_code)
+    return error.exit_code

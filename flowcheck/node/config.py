@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from flowcheck.control.address import host_and_port
+from flowcheck.control.address import host_and_port, why_not
 from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -58,7 +58,7 @@ def _wrong(key: str, what: str) -> PydanticCustomError:
 
 def _listens(text: str) -> str:
     if host_and_port(text, 0, brackets=True) is None:
-        raise ValueError("HOST:PORT, an IPv6 address in brackets")
+        raise ValueError(f"{text!r} {why_not(text, 0)}: HOST:PORT, an IPv6 address in brackets")
     return text
 
 

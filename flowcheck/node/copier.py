@@ -46,7 +46,7 @@ from flowcheck.control.start import line_of, order
 from flowcheck.control.tls import client_context
 from flowcheck.control.version import status_of
 from flowcheck.durable import came_last, remove_tree
-from flowcheck.errors import FlowcheckError, said_of
+from flowcheck.errors import FlowcheckError, said_of, size_text
 from flowcheck.node.beside import Lines, begun, guarded
 from flowcheck.node.decided import Part, Run
 from flowcheck.node.journal import FOLDER, Journal
@@ -144,7 +144,8 @@ class Copier:
         taken += sum(Journal(folder).nbytes for folder in self._directory.glob(f"*/*/epoch-*/{FOLDER}"))
         if taken + nbytes > self._rules.most:
             raise FlowcheckError(
-                f"{what} has {nbytes >> 20} MiB, and {taken >> 20} of {self._rules.most >> 20} MiB are taken",
+                f"{what} has {size_text(nbytes, binary=True)}, and {size_text(taken, binary=True)} of"
+                f" {size_text(self._rules.most, binary=True)} are taken",
                 where="protect.memory_mb", remedy="raise it, or keep less",
             )
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
-from flowcheck.control.address import host_and_port
+from flowcheck.control.address import host_and_port, odd_port
 from flowcheck.errors import EnvironmentProblem, UserError, installing
 from flowcheck.node.registry import LEASE_SECONDS, ROOT, Entry, RegistryError
 
@@ -58,7 +58,7 @@ def endpoint_of(text: str) -> tuple[str, str, int]:
         raise UserError("an endpoint of etcd has a user or a password in it", where="protect.registry",
                         remedy="protect.registry_user and protect.registry_password_file")
     if scheme.lower() not in ("http", "https") or place is None:
-        raise UserError(f"{text!r} is not an endpoint of etcd", where="protect.registry",
+        raise UserError(f"{text!r} {odd_port(rest) or 'is not an endpoint of etcd'}", where="protect.registry",
                         remedy="http://HOST:PORT or https://HOST:PORT")
     return (scheme.lower(), *place)
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from flowcheck.control.protocol import RecordsError
+from flowcheck.errors import size_text
 from flowcheck.node.members import Inbound, RankSession
 
 __all__ = ["HOLD_SECONDS", "MESSAGES", "TEXT_WEIGHT", "Inbox"]
@@ -59,8 +60,8 @@ class Inbox:
                 self._changed.wait(LOOK_SECONDS)
                 if self._take(member, size):
                     return
-        raise RecordsError(f"{self.held >> 20} MiB of what ranks have sent is not handled, and no more is taken than"
-                           f" control.inbox_mb allows: {self.most >> 20}")
+        raise RecordsError(f"{size_text(self.held, binary=True)} of what ranks have sent is not handled, and no more is"
+                           f" taken than control.inbox_mb allows: {self.most >> 20}")
 
     def _take(self, member: RankSession, size: int) -> bool:
         half = self.most // 2

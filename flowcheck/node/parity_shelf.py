@@ -31,7 +31,7 @@ from flowcheck.control.ask import PARITY, AskError, Node, Offer, spans
 from flowcheck.control.sources import addresses
 from flowcheck.control.tensors import header
 from flowcheck.control.version import MODEL, OPTIMIZER
-from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.errors import FlowcheckError, UserError, size_text
 from flowcheck.node.decided import Decided
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, id_of, inode_of
 from flowcheck.node.rounds import kept_in
@@ -124,7 +124,7 @@ class ParityShelf(Shelf):
     def _pin(self, holding: Holding) -> Held:
         taken = sum(held.offer.nbytes for held in self._held.values())
         if taken and taken + holding.offer.nbytes > self._most:
-            raise Pressed(f"{taken >> 20} MiB are being made again", where="protect.memory_mb")
+            raise Pressed(f"{size_text(taken, binary=True)} are being made again", where="protect.memory_mb")
         return _Made(holding, self._offered[holding.offer.id], self)
 
 

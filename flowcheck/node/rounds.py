@@ -28,7 +28,7 @@ from flowcheck.control.ask import COPY, DISK, MEMORY, Node, Offer
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.sources import Found, Key, choose
 from flowcheck.durable import came_last, remove_tree, reporting
-from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.errors import FlowcheckError, UserError, size_text
 from flowcheck.node.decided import Run
 from flowcheck.node.runs import run_folder
 
@@ -122,7 +122,8 @@ class Rounds:
             length = max(version.nbytes for _, _, version in sources)
             if taken + length > self._most:
                 raise FlowcheckError(
-                    f"step {key[1]} needs {length >> 20} MiB, and {taken >> 20} of {self._most >> 20} MiB are taken",
+                    f"step {key[1]} needs {size_text(length, binary=True)}, and {size_text(taken, binary=True)} of"
+                    f" {size_text(self._most, binary=True)} are taken",
                     where="protect.memory_mb", remedy="raise it, or keep less",
                 )
             return encode(sources, self._code, path, [self._number])

@@ -1,4 +1,5 @@
 """What a node says: a line for each event on standard output, as text or as JSON, and the last of each in a file.
+Lines of text begin with the time, in UTC, unless standard output is systemd's journal, which has it already.
 
     with Events(as_json, status_file) as say:
         say("attached", name="a", run_id="r")      on any thread; it never waits
@@ -50,6 +51,7 @@ class Events:
 
     def __init__(self, as_json: bool, status_file: Path | None) -> None:
         self._json, self._file = as_json, status_file
+        self._stamps = not _in_journal()
         self._changed = threading.Condition(threading.RLock())
         self._lines: deque[tuple[str, int]] = deque()  # with how many events each stands for
         self._printing = False
@@ -111,7 +113,8 @@ class Events:
     def _put(self, line: dict[str, Any]) -> None:
         count = line["count"] if line["event"] == "unsaid" else 1
         if len(self._lines) < MOST:
-            self._lines.append((json.dumps(line) if self._json else as_text(line), count))
+            stamp = f"{_utc(line['time'])} " if self._stamps else ""
+            self._lines.append((json.dumps(line) if self._json else stamp + as_text(line), count))
         else:
             self._unsaid += count
         self._changed.notify_all()
@@ -154,16 +157,22 @@ class Events:
                 number, last = self._said, dict(self._last)
             try:
                 write_atomic(self._file, (json.dumps(last, indent=1) + "\n").encode())
+                if unwritable:
+                    self._own_event("solved", about="status_file")
                 unwritable = False
             except EnvironmentProblem as error:
                 if not unwritable:
-                    with self._changed:
-                        self._put({"event": "problem", "time": round(time.time(), 3), "why": error.message()})
-                    self._tell("problem", why=error.message())
+                    self._own_event("problem", why=error.message(), about="status_file")
                 unwritable = True
             with self._changed:
                 self._written = number
                 self._changed.notify_all()
+
+    def _own_event(self, event: str, **fields: Any) -> None:
+        """One that the file does not have: it is about the file."""
+        with self._changed:
+            self._put({"event": event, "time": round(time.time(), 3), **fields})
+        self._tell(event, **fields)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -197,6 +206,19 @@ def _write(line: bytes) -> tuple[int, bool]:
         except OSError as error:  # a full disk: there may be room again
             return len(left), error.errno in (errno.EPIPE, errno.EBADF)
     return 0, False
+
+
+def _in_journal() -> bool:
+    """Is standard output systemd's journal, which puts a time to each line by itself?"""
+    try:
+        at = os.fstat(STDOUT)
+    except OSError:  # it is closed
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{at.st_dev}:{at.st_ino}"
+
+
+def _utc(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC).isoformat(timespec='milliseconds').removesuffix('+00:00')}Z"
 
 
 def shown(key: str, value: Any) -> str:

@@ -65,6 +65,7 @@ class Serving:
         self._process: subprocess.Popen[bytes] | None = None
         self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a disk
         self._refused = False  # the kernel would not start it, which was said
+        self._down = False  # that it is not there was said, and not that it is again
         self._pulse: Pulse | None = None
         self._text = b""
         self.connected: dict[str, int] = {}  # as it said last: doors/http_door.py
@@ -79,8 +80,8 @@ class Serving:
         except OSError as error:
             if not self._refused:
                 self._say("problem", why=f"the process that answers api.listen cannot be started:"
-                          f" {error.strerror or error}; it is tried again and again")
-            self._refused = True
+                          f" {error.strerror or error}; it is tried again and again", about="api")
+            self._refused = self._down = True
         else:
             self._refused = False
 
@@ -127,7 +128,7 @@ class Serving:
     def _replace(self, process: subprocess.Popen[bytes] | None) -> None:
         if process is not None:
             _let_go(process)
-        self._process, self.connected = None, {}
+        self._process, self.connected, self._down = None, {}, True
         self._start()
 
     def _hear(self, process: subprocess.Popen[bytes]) -> None:
@@ -148,6 +149,9 @@ class Serving:
                     continue  # of a library that prints while it is loaded
                 if self._pulse is not None:
                     self._pulse.heard()
+                if self._down:
+                    self._down = False
+                    self._say("solved", about="api")
                 self.connected = {name: count for name, count in said.items() if isinstance(count, int)}
 
     def _reap(self) -> None:

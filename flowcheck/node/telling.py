@@ -50,6 +50,7 @@ class Telling:
         self._next = 0.0
         self._last = [(0, 0.0)] * len(planned)  # packets, and when the newest had come
         self._last_claimed = [(0, 0.0)] * len(planned)  # the same of packets of jobs that are followed
+        self._last_lost = [(0, 0.0)] * len(planned)  # and of those that were lost here
 
     def look(self) -> None:
         """Put on the board what there is, unless that was done just now."""
@@ -72,12 +73,13 @@ class Telling:
     def _capture(self, index: int) -> dict[str, Any]:
         counters, one = self._sources[index].counters(), self._planned[index]
         claimed = self._port.claimed(index) if self._port is not None else 0
+        lost = {cause: counters.get(cause, 0) for cause in LOST}
         return {
             "device": one.device, "received": counters["received"], "bytes": counters.get("bytes", 0),
             "last": self._when(self._last, index, counters["received"]),
             "claimed": claimed, "last_claimed": self._when(self._last_claimed, index, claimed),
             "streams": [self._sources[index].counters(queue)["received"] for queue in range(one.live.queues)],
-            "lost": {cause: counters.get(cause, 0) for cause in LOST},
+            "lost": lost, "last_lost": self._when(self._last_lost, index, sum(lost.values())),
         }
 
     def _when(self, last: list[tuple[int, float]], index: int, packets: int) -> float:

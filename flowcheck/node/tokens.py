@@ -72,7 +72,7 @@ class Access:
         except FlowcheckError as error:
             why = f"{error.where}: {error.what}; what was read before stays in force"
             if why != self._said:
-                self._say("problem", why=why)
+                self._say("problem", why=why, about="access")
             self._said = why
             return False
         self._stamp, self._said = stamp, ""

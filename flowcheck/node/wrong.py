@@ -4,7 +4,8 @@
     wrong.document(now)                                   [{"what", "name", "since", "text"}], the newest last
 
 A checkpoint that cannot be written is wrong until one of its group is, a store until it has a version, a registry until
-it answers. Other problems have no event that ends them: each is there for SECONDS after it was said last.
+it answers, files of tokens and certificates until they are read. A problem that says what it is `about` is there until
+`solved` says the same. Other problems have no event that ends them: each is there for SECONDS after it was said last.
 """
 
 from __future__ import annotations
@@ -19,31 +20,37 @@ MOST = 32
 MOST_TEXT = 600
 SECONDS = 600.0
 _ENDS = {"written": "unwritten", "gathered": "unwritten", "stored": "unstored", "registered": "unregistered"}
+_Key = tuple[str, str, str]  # what, the group's name, and what it is about
 
 
 class Wrong:
     """Not safe for threads."""
 
     def __init__(self) -> None:
-        self._held: OrderedDict[tuple[str, str], dict[str, Any]] = OrderedDict()  # that was said last comes last
+        self._held: OrderedDict[_Key, dict[str, Any]] = OrderedDict()  # that was said last comes last
 
     def hear(self, event: str, fields: Mapping[str, Any], now: float) -> None:
-        name = fields.get("name") or ""
+        name, about = fields.get("name") or "", str(fields.get("about") or fields.get("process") or "")
         if event in _ENDS:
-            self._held.pop((_ENDS[event], name), None)
-            self._held.pop((_ENDS[event], ""), None)  # of all groups
+            self._held.pop((_ENDS[event], name, ""), None)
+            self._held.pop((_ENDS[event], "", ""), None)  # of all groups
+            return
+        if event in ("solved", "access"):
+            self._held.pop(("problem", name, about or event), None)
             return
         what = "unwritten" if event == "problem" and fields.get("step") is not None else event
         if what not in ("problem", *_ENDS.values()):
             return
-        one = self._held.setdefault((what, name), {"what": what, "name": name, "since": now})
+        key = what, name, about if what == "problem" else ""
+        one = self._held.setdefault(key, {"what": what, "name": name, "since": now})
         one["text"], one["last"] = " ".join(str(fields["why"]).split())[:MOST_TEXT], now
-        self._held.move_to_end((what, name))
+        self._held.move_to_end(key)
         while len(self._held) > MOST:
             self._held.popitem(last=False)
 
     def document(self, now: float) -> list[dict[str, Any]]:
         """Plain data that nobody changes any more."""
-        for key in [key for key, one in self._held.items() if key[0] == "problem" and now - one["last"] > SECONDS]:
+        for key in [(what, name, about) for (what, name, about), one in self._held.items()
+                    if what == "problem" and not about and now - one["last"] > SECONDS]:
             del self._held[key]
         return [{key: value for key, value in one.items() if key != "last"} for one in self._held.values()]

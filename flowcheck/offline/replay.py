@@ -10,6 +10,7 @@ file has an rx thread. One replay per process, because DPDK's EAL can be started
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -38,8 +39,14 @@ __all__ = ["ReplayOptions", "replay", "run"]
 MOST_CAPTURES = 32  # ports that DPDK is compiled for
 
 
-def run(options: ReplayOptions, console: Console | None = None) -> int:
-    """Replay and print the summary. Exit status 0 only if every iteration asked for is complete."""
+def run(options: ReplayOptions, console: Console | None = None, as_json: bool = False) -> int:
+    """Replay and print the summary, or with as_json the report alone. Exit status 0 only if every iteration asked for
+    is complete."""
+    if as_json:
+        report, _ = replay(options, Console(stderr=True))
+        json.dump(report.to_dict(), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+        return 0 if report.ok else 1
     console = screen() if console is None else console
     report, failure = replay(options, console)
     print_summary(report, console)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flowcheck.diagnose.remedies import remedy_of, worst
-from flowcheck.errors import UserError
+from flowcheck.errors import UserError, size_text
 from flowcheck.offline.report import FlowReport, IterationReport, Report, drops_of
 from flowcheck.rebuild.evidence import edges_with
 from flowcheck.rebuild.follower import Follower
@@ -90,7 +90,7 @@ def print_summary(report: Report, console: Console) -> None:
     _headline(report, console)
     for capture in report.captures:
         form = f"{capture.format}, " if capture.format else ""
-        count = f"{capture.packets:,} packets, {_size(capture.bytes)}"
+        count = f"{capture.packets:,} packets, {size_text(capture.bytes)}"
         _line(console, "capture", f"{capture.path}: {form}{count}")
     if report.flows:
         _flows(report.flows, console)
@@ -201,10 +201,3 @@ def _line(console: Console, label: str, text: str) -> None:
 def _counts(counts: dict[str, int]) -> str:
     """Causes, most frequent first."""
     return ", ".join(f"{name} {counts[name]:,}" for name in sorted(counts, key=lambda name: -counts[name]))
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale - scale // 20_000:  # what would be rounded to 1000.0 of the smaller unit
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} B"

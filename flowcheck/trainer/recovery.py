@@ -74,7 +74,8 @@ def recover(
     step: this one and no other.
     into: tensors that the model's are received into, by name, such as `model.state_dict()`: no second copy in memory.
     prefer_verified: a version that a checksum of the trainer has confirmed is taken although it is so many steps older.
-    fresh: start fresh although a node did not answer, which may have had a version.
+    fresh: start fresh although a node did not answer, which may have had a version. One that refuses the token, or
+        whose address or certificate is another one's, has answered.
     seconds: that a node may be silent; one that is silent for longer is absent.
     together: agree with the other ranks, where torch.distributed is up.
     rank: whose own state is wanted, of the job that gave it; None: of this rank, in a job of as many.
@@ -164,7 +165,7 @@ def _first(found: Found | Exception, own: int | None) -> dict[str, Any]:
         "run_id": found.run_id, "newest": found.newest,
         "versions": [[*key, status] for key, status in found.versions.items()],
         "user": sorted(found.with_user(own)) if own is not None else [], "absent": list(found.absent),
-        "withheld": list(found.withheld), "lacks": found.lacks, "other": found.other,
+        "withheld": list(found.withheld), "lacks": found.lacks, "other": found.other, "remedies": list(found.remedies),
     }
 
 
@@ -369,13 +370,19 @@ def _fresh(
     absent = sorted({why for one in said for why in one["absent"]})
     withheld = sorted({why for one in said for why in one["withheld"]})
     other = sorted({one["other"] for one in said if one["lacks"]})
+    remedies = "; ".join(sorted({remedy for one in said for remedy in one["remedies"]}))
     if step is not None or passed or any(held):
         have = "; ".join(f"rank {rank}: {_steps(one)}" for rank, one in enumerate(held))
         what = f"step {step} is not there for every rank" if step is not None else "no version is there for every rank"
         what = "none of the versions that were found is good" if passed else what
         why = "; ".join([*passed, *absent, *withheld, *other])
         raise EnvironmentProblem(f"{what} ({have}){f': {why}' if why else ''}", where="recover",
-                                 remedy="see the nodes' lines; another step, or a checkpoint directory")
+                                 remedy=remedies or "see the nodes' lines; another step, or a checkpoint directory")
+    if remedies:  # somebody is there, who may have the job's versions: no fresh start, whatever `fresh` says
+        raise EnvironmentProblem(
+            f"no version was found, and who may have one was asked wrongly: {'; '.join(absent)}", where="recover",
+            remedy=remedies,
+        )
     if absent and not fresh:
         raise EnvironmentProblem(
             f"no version was found, and who may have one did not answer: {'; '.join(absent)}", where="recover",

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flowcheck.control.address import host_and_port
+from flowcheck.control.address import host_and_port, why_not
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.tls import client_context
 from flowcheck.errors import UserError
@@ -78,5 +78,5 @@ def context_of(ca: str | None) -> ssl.SSLContext | None:
 def address_of(node: str) -> tuple[str, int]:
     """Of HOST:PORT. Raises UserError if it is none."""
     if (found := host_and_port(node)) is None:
-        raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
+        raise UserError(f"{node!r} {why_not(node)}", where="node", remedy="HOST:PORT of the node's control port")
     return found

@@ -60,7 +60,8 @@ class HandVersion:
         optimizer: str = "sgd", options: dict[str, Any] | None = None, rounding: str = "torch-cpu",
         shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
-        self.id = f"{tier[0]}{epoch}0{step}0{shard}{sha256(start.encode())[:8] if start else ''}"
+        named = "".join(filter(str.isalnum, shard + (run_id if run_id != "run" else "")))
+        self.id = f"{tier[0]}{epoch}0{step}0{named}{sha256(start.encode())[:8] if start else ''}"
         model = {"w": [step + 0.5, 2.0], "b": [3.0]} if model is None else model
         state = {"state.w.momentum_buffer": [1.0, float(step)]} if state is None else state
         self.offer: dict[str, Any] = {

@@ -17,11 +17,9 @@ import pytest
 import torch
 
 import flowcheck
-from flowcheck.lab.synth import generate
+from flowcheck.lab.synth import example_job, generate
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica as Writer
-
-from .learning.oracle import ddp_job
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,7 +150,7 @@ def test_inspect(run: Any) -> None:
 
 
 def test_learn_and_load_job(run: Any) -> None:
-    true = ddp_job(ranks=2, count=[700, 300])
+    true = example_job(ranks=2, count=[700, 300])
     generate(true, iterations=3, ports=[0], directions="both", seed=1).write("ddp.pcap")
     job = run("learn and load_job").job
     assert job.communicator.ranks == 2 and job.optimizer.groups[0].options == {"lr": 0.01}

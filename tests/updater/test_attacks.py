@@ -52,7 +52,7 @@ def huge_pages_free():
 
 @pytest.mark.parametrize("mounted", [("tmpfs", "size=512k")], indirect=True)
 def test_a_full_file_system_refuses_and_keeps_nothing(mounted):
-    with pytest.raises(ReplicaError, match="1 MiB cannot be reserved: No space left"):
+    with pytest.raises(ReplicaError, match="bytes cannot be reserved: No space left"):
         fresh(mounted / "replica", slots=4)
     assert not list(mounted.iterdir()) and os.statvfs(mounted).f_bfree == os.statvfs(mounted).f_blocks
 

@@ -204,12 +204,18 @@ def _asked(nodes: str | Sequence[str], token: str, seconds: float, ca: str) -> l
 
 def _shards(nodes: Sequence[Node], run_id: str | None) -> list[str]:
     found: set[str] = set()
+    absent: list[AskError] = []
     for node in nodes:
         try:
             with closing(node):
                 found |= {offer.shard for offer in node.offers() if run_id in (None, offer.run_id)}
-        except AskError:
-            continue  # `look` names who is absent
+        except AskError as error:
+            absent.append(error)  # where there are shards, `look` names who is absent
+    if absent and not found:
+        raise EnvironmentProblem(
+            f"no shard was found: {'; '.join(f'{error.where}: {error.what}' for error in absent)}", where="protect",
+            remedy="; ".join(dict.fromkeys(filter(None, (error.remedy for error in absent)))) or "start the nodes",
+        )
     return sorted(found)
 
 

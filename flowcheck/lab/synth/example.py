@@ -25,10 +25,13 @@ from flowcheck.job.model import (
     ModelEntry,
     Optimizer,
     ParameterGroup,
+    dtype_size,
 )
 from flowcheck.lab.synth.schedule import tree_of
 
 __all__ = ["example_job", "sharded_job"]
+
+COALESCED = 250 << 20  # DDP broadcasts parameters in flat groups, which end with the one that reaches so many bytes
 
 
 def example_job(
@@ -43,10 +46,11 @@ def example_job(
     """A manifest of a DDP job.
 
     count: elements of the steady buckets (one number: one bucket). Iteration 0 has a single bucket of all
-    of them in model order, as DDP does; the steady buckets hold the model in reverse. startup: the start-up
-    calls, among them the broadcast of all parameters; without it the initial weights come from elsewhere.
-    options: the optimizer's hyper-parameters (default lr=0.001). Parameters have the gradients' dtype.
-    devices: ports of each rank's merged NIC, with an address each. masters: of the optimizer, where dtype has 16 bits.
+    of them in model order, as DDP does; the steady buckets hold the model in reverse. startup: DDP's
+    start-up calls (number of parameters, sizes and strides, the parameters themselves); without them the initial
+    weights come from elsewhere. options: the optimizer's hyper-parameters (default lr=0.001). Parameters have the
+    gradients' dtype. devices: ports of each rank's merged NIC, with an address each. masters: of the optimizer,
+    where dtype has 16 bits.
     """
     counts = [count] if isinstance(count, int) else list(count)
     communicator = Communicator(
@@ -63,8 +67,8 @@ def example_job(
     calls = Collectives(
         startup=[
             Collective("AllGather", 1, "int64"),
-            Collective("Broadcast", len(model), "int64"),
-            Collective("Broadcast", sum(counts), dtype, carries="parameters", tensors=names),
+            Collective("Broadcast", sum(2 * len(entry.shape) for entry in model), "int64"),  # sizes and strides
+            *_parameter_broadcasts(model),
         ] if startup else [],
         iteration_0=first_calls,
         rebuild=[
@@ -141,6 +145,20 @@ def _model(counts: list[int], dtype: str) -> tuple[list[ModelEntry], list[Bucket
         buckets.append(Bucket(_pack([(entry.name, entry.elements) for entry in entries])))
         backward.extend(entries)
     return backward[::-1], buckets
+
+
+def _parameter_broadcasts(model: list[ModelEntry]) -> list[Collective]:
+    """DDP's start-up broadcasts of all parameters, in model order."""
+    groups: list[list[ModelEntry]] = [[]]
+    for entry in model:
+        groups[-1].append(entry)
+        if sum(each.elements for each in groups[-1]) * dtype_size(entry.dtype) >= COALESCED:
+            groups.append([])
+    return [
+        Collective("Broadcast", sum(entry.elements for entry in group), group[0].dtype, carries="parameters",
+                   tensors=[entry.name for entry in group])
+        for group in groups if group
+    ]
 
 
 def _pack(tensors: list[tuple[str, int]]) -> list[BucketSlice]:

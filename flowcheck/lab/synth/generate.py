@@ -217,7 +217,8 @@ class _Run:
             if (channel, src, dst) not in self.connections:
                 raise UserError(
                     f"{call.op} needs a connection from rank {src} to rank {dst} on channel {channel}",
-                    where="flows", remedy="list every connection of the rings (and trees) in the manifest",
+                    where="flows", remedy="list every connection of the rings (and trees) in the manifest; a learnt "
+                    "one has those alone that were captured",
                 )
 
     def _transfer(

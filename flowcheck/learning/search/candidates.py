@@ -140,13 +140,14 @@ class Search:
         beside = f". Up to {tried} ranks were tried; more need --nccl-log or a manifest" if several else ""
         said = {
             Stage.NOTHING: "neither a DDP job nor AllReduce calls alone",
-            Stage.GATHERED: "it begins like a DDP job whose start-up does not say what DDP says",
+            Stage.GATHERED: "the first calls have the sizes of DDP's start-up; what they say was looked at",
             Stage.SHAPES: "it is a DDP job, by its start-up, and what follows does not fit",
         }[stage]
         return UserError(
             f"no program of calls explains all messages ({said}); the best attempt stops here: "
             f"{self.failure.text or 'nothing fits'}{beside}",
-            remedy="give --job (docs/reference/manifest.md), or hints: --dtype, --buckets, --rank, --nccl-log",
+            remedy=self.failure.remedy
+            or "give --job (docs/reference/manifest.md), or hints: --dtype, --buckets, --rank, --nccl-log",
         )
 
     def check_communicators(self, chosen: Candidate) -> None:

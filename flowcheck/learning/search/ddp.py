@@ -43,6 +43,10 @@ from parser.chunk_layout import Protocol
 __all__ = ["announced", "begins"]
 
 MESSAGES_MAX = 64  # of a broadcast of shapes: 2 MiB in LL
+PARAMETERS_MAX = (1 << 24) - 1
+GIVEN = "list the job's calls in a manifest and give that to replay with --job (docs/reference/manifest.md)"
+CAPTURED = f"capture the job's start again, without a snap length and without loss at the mirror; or {GIVEN}"
+OTHER = f"the job is not DDP's, or its start is of another one: {GIVEN}"
 FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -140,13 +144,15 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         data = _content([Observed(s.on, s.parts, 0, 8, s.protocol, s.wire_bytes)], read, 8)
         if data is not None:
             counts.add(int.from_bytes(data, "little", signed=True))
-    if len(counts) != 1 or not 0 < (parameters := counts.pop()) < 1 << 24:
+    if len(counts) != 1 or not 0 < next(iter(counts)) <= PARAMETERS_MAX:
         failure.stage = Stage.GATHERED
+        found = ", ".join(f"{count:,}" for count in sorted(counts)[:4]) if counts else "none that was captured whole"
         failure.note(
-            "the capture begins with an AllGather of 8 bytes, as DDP does, but what is gathered is not one number of "
-            "parameters: the start-up is not DDP's", start.explained,
+            "in the AllGather of 8 bytes, where DDP's ranks all say the same number of parameters, 1 to "
+            f"{PARAMETERS_MAX:,}, the ranks say {found}", start.explained, OTHER if counts else CAPTURED,
         )
         return
+    parameters = counts.pop()
     for nbytes in _broadcast_sizes(start, 16, range(16 * parameters, 16 * MAX_DIMENSIONS * parameters + 1)):
         after = start.fork()
         shapes_call = Collective("Broadcast", nbytes // 8, "int64")
@@ -159,12 +165,20 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         failure.stage = Stage.GATHERED
         data = _content(seen, read, nbytes)
         if data is None:
-            failure.note("DDP's broadcast of shapes is not complete in the capture", after.explained)
+            failure.note(
+                f"of the Broadcast of {nbytes:,} bytes, where DDP says sizes and strides of {parameters:,} parameters, "
+                "not all bytes are in the capture", after.explained, CAPTURED,
+            )
             continue
+        values = np.frombuffer(data, "<i8").tolist()
         try:
-            readings = parse_shapes(np.frombuffer(data, "<i8").tolist(), parameters)
+            readings = parse_shapes(values, parameters)
         except Mismatch as error:
-            failure.note(f"DDP's broadcast of shapes: {error}", after.explained)
+            few = ", ".join(f"{value:,}" for value in values[:4]) + ", ..." * (len(values) > 4)
+            failure.note(
+                f"in the Broadcast of {nbytes:,} bytes, where DDP says sizes and strides of {parameters:,} parameters: "
+                f"{error}; the first are {few}", after.explained, GIVEN,
+            )
             continue
         failure.stage = Stage.SHAPES
         for shapes in readings:

@@ -56,17 +56,20 @@ class Stage(IntEnum):
 @dataclass
 class Failure:
     """The attempt that came furthest, for the message when none explains all. where, stage: of the attempt under
-    way; reached: stage and messages explained of the best one."""
+    way; reached: stage and messages explained of the best one; text, remedy: what stopped it, and what to do about just
+    that ("" for what helps in general)."""
 
     where: str = ""
     stage: Stage = Stage.NOTHING
     reached: tuple[Stage, int] = (Stage.NOTHING, -1)
     text: str = ""
+    remedy: str = ""
 
-    def note(self, error: Mismatch | str, progress: int = 0) -> None:
+    def note(self, error: Mismatch | str, progress: int = 0, remedy: str = "") -> None:
         reached = self.stage, error.progress if isinstance(error, Mismatch) else progress
         if reached > self.reached:
             self.reached, self.text = reached, f"{self.where}: {error}" if self.where else str(error)
+            self.remedy = remedy
 
 
 @dataclass

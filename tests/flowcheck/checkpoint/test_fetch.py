@@ -41,7 +41,7 @@ def api() -> Iterator[HandApi]:
 
 
 def fetch(api: HandApi, out: Path, format: str = "safetensors", **named: Any) -> flowcheck.Taken:
-    return flowcheck.fetch(api.name, out, token=TOKEN, format=format, **named)
+    return flowcheck.fetch(api.name, out, token=TOKEN, format=format, **{"whole": True} | named)
 
 
 def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -223,8 +223,8 @@ def test_another_version_of_the_same_step_stays(api: HandApi, tmp_path: Path, fo
 def test_another_version_that_came_while_it_was_written_stays(
     api: HandApi, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two that fetch the shards of a job into one directory at a time."""
-    api.versions += [OTHERS["shard"][0]]
+    """Two that fetch of two runs into one directory at a time."""
+    api.versions += [OTHERS["run"][0]]
     checks = {"safetensors": "check_directory", "torch": "check_file", "dcp": "check_noted", "hf": "check_noted"}
     real, asked = getattr(module, checks[format]), []
 
@@ -233,13 +233,51 @@ def test_another_version_that_came_while_it_was_written_stays(
         asked.append(path)
         if len(asked) == 1:  # nothing was there; now it is
             monkeypatch.setattr(module, checks[format], real)
-            fetch(api, tmp_path, format, shard="b")
+            fetch(api, tmp_path, format, run_id="x")
 
     monkeypatch.setattr(module, checks[format], first)
-    with pytest.raises(UserError, match=r"shard 'b', and not .* shard 'a'; it is left alone"):
-        fetch(api, tmp_path, format, shard="a")
+    with pytest.raises(UserError, match=r"run 'x', .*, and not .* run 'run', .*; it is left alone"):
+        fetch(api, tmp_path, format, run_id="run")
     assert [one.name for one in tmp_path.iterdir()] == [NAMES[format]]
-    fetch(api, tmp_path, format, shard="b")
+    fetch(api, tmp_path, format, run_id="x")
+
+
+@pytest.mark.parametrize("format", ["dcp", "hf"])
+@pytest.mark.parametrize("shards", [["shard0"], ["pp0.shard1"], ["", "b"]], ids=" ".join)
+def test_a_part_of_a_model_does_not_pass_for_a_whole_one(
+    api: HandApi, tmp_path: Path, format: str, shards: list[str]
+) -> None:
+    """One of HSDP's shards: its tensors are slices, which from_pretrained would take for the model's."""
+    api.versions[:] = [HandVersion(7, shard=shard) for shard in shards]
+    with pytest.raises(UserError) as caught:
+        fetch(api, tmp_path, format, shard=shards[0], whole=False)
+    assert repr(shards[0]) in caught.value.what and "whole=True" in caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
+    for own in ("safetensors", "torch"):  # which say whose they are
+        assert fetch(api, tmp_path, own, shard=shards[0], whole=False).path.exists()
+    api.versions[:] = [HandVersion(7)]  # a job of one group that has no name
+    assert fetch(api, tmp_path / "other", format, whole=False).path.exists()
+
+
+def test_a_wrong_token_is_what_to_change(api: HandApi, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        flowcheck.fetch(api.name, tmp_path, token=TOKEN[::-1])
+    assert "--token-file" in caught.value.remedy
+
+
+def test_the_command_gives_one_json_document(
+    api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    words = ["fetch", api.name, "--out", str(tmp_path / "out"), "--token-file", str(tmp_path / "token"), "--json"]
+    monkeypatch.setattr(sys, "argv", ["flowcheck", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0 and said["schema"] == "flowcheck-fetch/1"
+    assert (said["path"], said["step"], said["shard"]) == (str(tmp_path / "out" / "step-000007"), 7, "a")
+    page = (Path(__file__).parents[3] / "docs/use/recover.md").read_text()
+    assert all(f"`{key}`" in page for key in said)
 
 
 @pytest.mark.parametrize("when", [1, 2], ids=["before anything is written", "before it has its name"])

@@ -45,7 +45,7 @@ def test_the_others_ask_for_none(api: HandApi, tmp_path: Path, format: str) -> N
     """Nor is a person told that one process writes, as torch does."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        flowcheck.fetch(api.name, tmp_path, token=TOKEN, format=format)
+        flowcheck.fetch(api.name, tmp_path, token=TOKEN, format=format, whole=True)
     assert not [path for path, _ in api.asked if "user" in path]
     assert not [one for one in told if "torch.distributed is disabled" in str(one.message)]
 
@@ -57,7 +57,7 @@ def test_what_a_killed_fetch_has_left_is_removed(api: HandApi, tmp_path: Path, f
     for path in (left, other):
         path.write_bytes(b"half")
         os.utime(path, (0, 0))
-    flowcheck.fetch(api.name, tmp_path, token=TOKEN, format=format)
+    flowcheck.fetch(api.name, tmp_path, token=TOKEN, format=format, whole=True)
     assert sorted(one.name for one in tmp_path.iterdir()) == [other.name, NAMES[format]]
 
 
@@ -69,5 +69,5 @@ def test_an_error_names_what_was_asked_for_and_not_where_it_is_written_first(
     taken(aside)
     monkeypatch.setattr(module, "partial_name", lambda path, several: aside)
     with pytest.raises(EnvironmentProblem, match="cannot be written") as caught:
-        flowcheck.fetch(api.name, tmp_path, token=TOKEN, format=format)
+        flowcheck.fetch(api.name, tmp_path, token=TOKEN, format=format, whole=True)
     assert caught.value.where == str(tmp_path / NAMES[format])

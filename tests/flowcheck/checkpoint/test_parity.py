@@ -266,3 +266,9 @@ def test_tensors_of_several_widths_and_of_none() -> None:
     none = module._view(memory, 1, TensorSpec("float64", (0, 3)))
     assert (none.shape, none.dtype) == ((0, 3), torch.float64)
     assert module._view(memory, 0, TensorSpec("int8", ())).shape == ()
+
+
+def test_a_wrong_token_is_what_to_change(tmp_path: Path) -> None:
+    with HandApi(HandVersion(7, shard="a")) as api, pytest.raises(EnvironmentProblem) as caught:
+        protect(api.name, tmp_path / "out", token=TOKEN[::-1])
+    assert "the token is wrong" in caught.value.what and "token=" in caught.value.remedy

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.control.sources import choose
-from flowcheck.control.start import Key, Start, line_of, start_text
+from flowcheck.control.start import Key, Start, line_of, ranks, start_text
 
 V, U = "verified", "unverified"
 
@@ -88,3 +88,13 @@ def test_never_a_line_that_was_left(
         return
     lives = max(start for start, _ in common)
     assert chosen is not None and chosen[2:] == (line(lives),) and (lives, chosen[1]) in common
+
+
+def test_the_run_and_the_line_that_live_come_last() -> None:
+    """Of an old run epoch 5 is there; the one that lives has been started again, and is at a lower step."""
+    old: list[tuple[str, Key]] = [("old", (5, 900, A)), ("older", (7, 3)), ("older", (6, 8))]
+    lives: list[tuple[str, Key]] = [("lives", (0, 7, B)), ("lives", (0, 4, C)), ("lives", (1, 3, C))]
+    rank = ranks([*lives, *old])
+    assert sorted([*lives, *old], key=lambda one: rank(*one)) == [
+        ("older", (6, 8)), ("older", (7, 3)), ("old", (5, 900, A)),
+        ("lives", (0, 7, B)), ("lives", (1, 3, C)), ("lives", (0, 4, C))]

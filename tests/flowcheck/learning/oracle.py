@@ -6,7 +6,7 @@ from parser.observer import Observer
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job
+from flowcheck.lab.synth import Synthesis
 from flowcheck.learning.captures import observations_of
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.job import Learnt, Progress, learn_from
@@ -14,14 +14,6 @@ from flowcheck.learning.logs import LogFacts
 from flowcheck.rebuild.plan import plan_job
 
 NO_HINTS = Hints()
-
-
-def ddp_job(**options: object) -> Job:
-    """An example job whose start-up says what DDP says."""
-    job = example_job(**options)  # type: ignore[arg-type]
-    if job.collectives.startup:
-        job.collectives.startup[1].count = sum(2 * len(entry.shape) for entry in job.model)
-    return job
 
 
 def learnt(

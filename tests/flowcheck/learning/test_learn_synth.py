@@ -1,20 +1,26 @@
 """Learning against the generator's truth: the same job comes out, or a refusal, never another job."""
 
 import struct
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.manifest import job_from_dict, load_job
 from flowcheck.lab.synth import example_job, generate
+from flowcheck.lab.synth.contents import data_seed
+from flowcheck.lab.synth.values import generate_values
+from flowcheck.learning.captures import learn
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import parse_log
 from tests.nccl_versions import VERSIONS
 
-from .oracle import ddp_job, learnt, placement, refusal, same
+from .oracle import learnt, placement, refusal, same
 
+PCAPS = Path(__file__).resolve().parents[3] / "pcaps"
 MANY = settings(max_examples=40, derandomize=True)
 
 
@@ -32,7 +38,7 @@ jobs = st.fixed_dictionaries({
 @MANY
 @given(jobs, st.integers(1, 3), st.data())
 def test_both_directions_of_one_rank_are_the_job_or_a_refusal(options: dict, iterations: int, data) -> None:
-    job = ddp_job(**options)
+    job = example_job(**options)
     rank = data.draw(st.integers(0, job.communicator.ranks - 1))
     made = generate(job, iterations=iterations, ports=[rank])
     try:
@@ -48,7 +54,7 @@ def test_both_directions_of_one_rank_are_the_job_or_a_refusal(options: dict, ite
 @MANY
 @given(jobs, st.data())
 def test_with_the_version_and_all_ports_nothing_is_left_open(options: dict, data) -> None:
-    job = ddp_job(**options)
+    job = example_job(**options)
     made = generate(job, iterations=2, ports=range(job.communicator.ranks))
     hints = Hints(version=job.communicator.nccl_version)
     try:
@@ -62,7 +68,7 @@ def test_with_the_version_and_all_ports_nothing_is_left_open(options: dict, data
 @MANY
 @given(jobs, st.sampled_from(["in", "out", "both"]), st.floats(0.001, 0.05), st.integers(0, 10**6))
 def test_with_loss_never_another_job(options: dict, directions: str, loss: float, seed: int) -> None:
-    job = ddp_job(**options)
+    job = example_job(**options)
     made = generate(
         job, iterations=3, ports=[0], directions=directions, loss=loss, reorder=0.02, duplicate=0.02, corrupt=0.01,
         seed=seed,
@@ -76,26 +82,42 @@ def test_with_loss_never_another_job(options: dict, directions: str, loss: float
         assert calls == theirs[key][: len(calls)]
 
 
+@pytest.mark.usefixtures("eal")
+@pytest.mark.parametrize("path", sorted(PCAPS.glob("*.pcap*")), ids=lambda path: path.name)
+def test_the_captures_of_this_repository_are_their_jobs(path: Path) -> None:
+    true = load_job(PCAPS / f"{path.name.split('.')[0]}.job.json")
+    same(learn([path], Hints(), []).job, true, 2)
+
+
+def test_parameters_are_broadcast_in_the_groups_that_torch_makes() -> None:
+    """Of 400 MB, in model order: torch's own function says where a group ends."""
+    job = example_job(count=[30_000_000, 40_000_000, 30_000_001])
+    meant = [torch.empty(entry.shape, device="meta") for entry in job.model]
+    groups, _ = torch.distributed._compute_bucket_assignment_by_size(meant, [250 << 20])
+    said = [call.tensors for call in job.collectives.startup if call.carries == "parameters"]
+    assert len(said) > 1 and said == [[job.model[i].name for i in group] for group in groups]
+
+
 def test_optimizer_reaches_every_parameter() -> None:
-    found = learnt(generate(ddp_job(count=[700, 300]), iterations=3), Hints(optimizer=("sgd", {"lr": 0.5})))
+    found = learnt(generate(example_job(count=[700, 300]), iterations=3), Hints(optimizer=("sgd", {"lr": 0.5})))
     assert found.job.optimizer is not None
     assert found.job.optimizer.groups[0].params == [e.name for e in found.job.model]
     assert found.job.optimizer.groups[0].options == {"lr": 0.5}
 
 
 def test_ll128_is_read_through_its_permutation() -> None:
-    job = ddp_job(count=[5000, 300, 7001], protocol="ll128", ranks=3)
+    job = example_job(count=[5000, 300, 7001], protocol="ll128", ranks=3)
     same(learnt(generate(job, iterations=3, ports=[1])).job, job, 3)
 
 
 def test_announcements_longer_than_a_start_are_fetched() -> None:
-    job = ddp_job(count=[64] * 40, protocol="ll")
+    job = example_job(count=[64] * 40, protocol="ll")
     same(learnt(generate(job, iterations=3)).job, job, 3)
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1, 3], [0, 3, 1, 2]])
 def test_every_port_shows_the_ring_order(order: list[int]) -> None:
-    job = ddp_job(ranks=4, count=[5000, 301], rings=[order])
+    job = example_job(ranks=4, count=[5000, 301], rings=[order])
     found = learnt(generate(job, iterations=2, ports=range(4)))
     assert found.job.communicator.rings == [order]
     same(found.job, job, 2)
@@ -106,7 +128,7 @@ def test_every_port_shows_the_ring_order(order: list[int]) -> None:
 
 def test_one_rank_of_five_with_equal_chunks_has_two_places_in_the_ring() -> None:
     """40960 elements fill five chunks exactly: no size says which chunk is which."""
-    job = ddp_job(ranks=5, count=[40960])
+    job = example_job(ranks=5, count=[40960])
     made = generate(job, iterations=2, ports=[2])
     said = refusal(made)
     assert "at place 1 of the ring" in said and "at place 2 of the ring" in said
@@ -115,7 +137,7 @@ def test_one_rank_of_five_with_equal_chunks_has_two_places_in_the_ring() -> None
 
 
 def test_two_byte_parameters_need_their_type() -> None:
-    job = ddp_job(count=[5000, 301], protocol="simple", dtype="bfloat16")
+    job = example_job(count=[5000, 301], protocol="simple", dtype="bfloat16")
     made = generate(job, iterations=2)
     said = refusal(made)
     assert "float16" in said and "bfloat16" in said
@@ -139,7 +161,7 @@ def test_odd_counts_in_ll_are_two_numbers() -> None:
 
 
 def test_mid_stream() -> None:
-    made = generate(ddp_job(count=5000), iterations=2, first_iteration=3)
+    made = generate(example_job(count=5000), iterations=2, first_iteration=3)
     assert "begins in mid-stream" in refusal(made)
 
 
@@ -165,8 +187,29 @@ def test_a_first_message_that_is_not_whole(lost: int) -> None:
         assert "in mid-stream, or lacks a connection's first packet" in refusal(made, hints)
 
 
+def test_a_start_of_ddps_sizes_that_says_other_things_is_refused_with_what_it_says() -> None:
+    job = example_job(count=[700, 300])
+    job.collectives.startup[1].count += 2  # then it is no announcement of this model, and its contents are anything
+    said = refusal(generate(job, iterations=1, seed=5))
+    gathered = [int(generate_values("int64", data_seed(5, -1, 0), rank, 1)[0]) for rank in range(2)]
+    assert all(f"{number:,}" in said for number in gathered)
+
+
+def test_a_start_that_was_not_captured_whole_is_refused_for_that() -> None:
+    """The second packet of the Broadcast of shapes is lost: they are not learnt from what is left."""
+    job = example_job(count=range(100, 180), protocol="simple", mtu=1024)
+    made = generate(job, iterations=1)
+    tensors = [torch.empty(entry.shape, device="meta") for entry in job.model]
+    shapes = b"".join(n.to_bytes(8, "little") for t in tensors for n in (*t.shape, *t.stride()))
+    before = len(made.ports[0])
+    made.ports[0] = [(at, frame) for at, frame in made.ports[0] if shapes[1024:2048] not in frame]
+    assert len(made.ports[0]) == before - 1
+    said = refusal(made)
+    assert f"{len(shapes):,} bytes" in said and "not all bytes" in said
+
+
 def test_compressing_hook() -> None:
-    job = ddp_job(count=5000, protocol="simple", rebuild=False)
+    job = example_job(count=5000, protocol="simple", rebuild=False)
     for calls in (job.collectives.iteration_0, job.collectives.steady):
         for call in calls:
             call.dtype = "float16"
@@ -174,7 +217,7 @@ def test_compressing_hook() -> None:
 
 
 def test_nothing_of_nccl() -> None:
-    made = generate(ddp_job(count=5000), iterations=1)
+    made = generate(example_job(count=5000), iterations=1)
     made.ports[0] = []
     assert "no NCCL collective" in refusal(made)
 
@@ -195,7 +238,7 @@ UNREADABLE = {
 @pytest.mark.parametrize("cause", UNREADABLE)
 def test_packets_that_cannot_be_read_are_named(cause: str) -> None:
     remedy, damage = UNREADABLE[cause]
-    made = generate(ddp_job(count=5000), iterations=1)
+    made = generate(example_job(count=5000), iterations=1)
     made.ports[0] = [(time, damage(frame)) for time, frame in made.ports[0]]
     said = refusal(made)
     assert f"cannot be read: {cause}" in said and remedy in said
@@ -210,12 +253,12 @@ def test_optimizer_without_parameters() -> None:
 @pytest.mark.parametrize("word", ["NVLS", "PAT", "COLLNET_DIRECT"])
 def test_what_the_log_says_is_refused(word: str) -> None:
     log = parse_log(f"h:1:2 [0] NCCL INFO AllReduce: 20000 Bytes -> Algo {word} proto SIMPLE channel{{Lo..Hi}}={{0}}")
-    said = refusal(generate(ddp_job(count=5000), iterations=1), log=log)
+    said = refusal(generate(example_job(count=5000), iterations=1), log=log)
     assert "NCCL chose" in said and "NCCL_" in said
 
 
 def test_given_manifest_names_flows_and_parameters() -> None:
-    job = ddp_job(ranks=3, count=[5000, 301], protocol="ll")
+    job = example_job(ranks=3, count=[5000, 301], protocol="ll")
     made = generate(job, iterations=2, ports=[1])
     given_job = job_from_dict({**job.to_dict(), "collectives": {}, "buckets": {}, "optimizer": None})
     found = learnt(made, Hints(given=given_job)).job

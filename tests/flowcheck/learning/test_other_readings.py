@@ -13,7 +13,7 @@ from flowcheck.learning.hints import Hints, parse_optimizer, parse_ranks
 from flowcheck.learning.job import Learnt
 from flowcheck.learning.logs import parse_log
 
-from .oracle import ddp_job, doubts, learnt, placement, refusal, same
+from .oracle import doubts, learnt, placement, refusal, same
 
 
 def bare_job(**options: object) -> Job:
@@ -31,7 +31,7 @@ def confidence(found: Learnt, what: str) -> str:
 @pytest.mark.parametrize("protocol", ["ll", "simple", "ll128"])
 @pytest.mark.parametrize("count", [5000, [700, 30], 60_000])
 def test_a_tree_of_two_ranks_is_no_ring_of_wider_elements(protocol: str, count: object, dtype: str) -> None:
-    job = ddp_job(count=count, protocol=protocol, algorithm="tree", dtype=dtype)
+    job = example_job(count=count, protocol=protocol, algorithm="tree", dtype=dtype)
     found = learnt(generate(job, iterations=4, ports=[0]))
     assert found.job.communicator.algorithm == "tree" and found.job.gradients.dtype == dtype
     assert [call.op for call in found.job.collectives.startup] == ["AllGather", "Broadcast", "Broadcast"]
@@ -39,7 +39,7 @@ def test_a_tree_of_two_ranks_is_no_ring_of_wider_elements(protocol: str, count: 
 
 
 def test_ring_and_tree_by_turns() -> None:
-    job = ddp_job(count=[300, 40_000])
+    job = example_job(count=[300, 40_000])
     job.collectives.steady[0].algorithm = "tree"
     found = learnt(generate(job, iterations=3)).job
     assert [call.algorithm for call in found.collectives.steady] == ["tree", None]
@@ -67,7 +67,7 @@ def test_many_versions_of_one_explanation_do_not_hide_another() -> None:
 
 def test_connected_channels_decide_which_tree_a_channel_has() -> None:
     """Two channels in use are one tree of four channels, or two trees of two."""
-    job = ddp_job(count=16384, protocol="simple", algorithm="tree", channels=4, version="2.22.3")
+    job = example_job(count=16384, protocol="simple", algorithm="tree", channels=4, version="2.22.3")
     made = generate(job, iterations=3)
     assert "the number of channels" in refusal(made)
     log = parse_log("h:1:2 [0] NCCL INFO 4 coll channels, 0 collnet channels, 0 nvls channels, 4 p2p channels")
@@ -75,7 +75,7 @@ def test_connected_channels_decide_which_tree_a_channel_has() -> None:
 
 
 def test_a_tree_of_four_ranks_with_its_flows_given() -> None:
-    job = ddp_job(ranks=4, count=[5000, 301], algorithm="tree", channels=2)
+    job = example_job(ranks=4, count=[5000, 301], algorithm="tree", channels=2)
     made = generate(job, iterations=3, ports=[2])
     found = learnt(made, Hints(given=job)).job
     assert found.communicator.algorithm == "tree"
@@ -109,7 +109,7 @@ def test_tags_of_a_split_communicator_are_probable_for_calls_alone() -> None:
 
 
 def test_announcements_show_the_true_rank_zero_of_a_split_communicator() -> None:
-    job = ddp_job(count=[5000, 301])
+    job = example_job(count=[5000, 301])
     job.communicator.parent_ranks = [1, 0]
     found = learnt(generate(job, iterations=3))
     same(found.job, job, 3)
@@ -117,7 +117,7 @@ def test_announcements_show_the_true_rank_zero_of_a_split_communicator() -> None
 
 
 def test_tags_beyond_the_number_of_ranks() -> None:
-    job = ddp_job(ranks=4, count=[5000, 301])
+    job = example_job(ranks=4, count=[5000, 301])
     job.communicator.parent_ranks = [0, 8, 16, 24]
     for ports in (range(4), [1]):
         found = learnt(generate(job, iterations=2, ports=ports))
@@ -164,7 +164,7 @@ def test_a_call_cut_between_its_loops_is_no_shorter_call() -> None:
 
 def test_an_unread_bucket_layout_is_not_taken_for_none() -> None:
     """Rank 0's port ends before the broadcast of the new layout, rank 1's goes on: its buckets look like before."""
-    job = ddp_job(count=[16384, 16384], protocol="ll128", algorithm="tree", dtype="float64")
+    job = example_job(count=[16384, 16384], protocol="ll128", algorithm="tree", dtype="float64")
     made = generate(job, iterations=2, ports=[0, 1], directions="out")
     packets = made.ports[0]
     first = generate(replace_rebuild(job), iterations=1, ports=[0], directions="out").ports[0]
@@ -181,7 +181,7 @@ def replace_rebuild(job: Job) -> Job:
 
 @pytest.mark.parametrize("count,also", [([5000], ""), ([1, 1], "shift"), ([301, 302], "shift")])
 def test_an_equal_call_that_is_no_gradient_is_named_as_the_doubt(count: list[int], also: str) -> None:
-    job = ddp_job(count=count)
+    job = example_job(count=count)
     made = generate(job, iterations=3)
     found = learnt(made, Hints(dtype="float32"))
     text = next(text for text in found.doubts if text.startswith("iterations:"))
@@ -193,17 +193,17 @@ def test_an_equal_call_that_is_no_gradient_is_named_as_the_doubt(count: list[int
 
 def test_without_a_rebuilt_layout_even_the_first_call_may_be_foreign() -> None:
     """An AllReduce of just the gradients' size before them: nothing on the wire says which is which."""
-    job = ddp_job(count=5000, rebuild=False)
+    job = example_job(count=5000, rebuild=False)
     job.collectives.iteration_0.insert(0, Collective("AllReduce", 5000, "float32", carries="other"))
     assert "From the very first on" in learnt(generate(job, iterations=1)).doubts[0]
-    rebuilt = learnt(generate(ddp_job(count=5000), iterations=3))
+    rebuilt = learnt(generate(example_job(count=5000), iterations=3))
     assert "From the second one on" in next(text for text in rebuilt.doubts if text.startswith("iterations:"))
 
 
 def test_channels_by_qp_order_are_certain_only_where_they_differ() -> None:
-    alike = learnt(generate(ddp_job(count=1 << 20, channels=4, protocol="simple"), iterations=2))
+    alike = learnt(generate(example_job(count=1 << 20, channels=4, protocol="simple"), iterations=2))
     assert confidence(alike, "channels") == "probable" and "channels" in doubts(alike)
-    differ = learnt(generate(ddp_job(count=[200_001], channels=2, protocol="simple"), iterations=2))
+    differ = learnt(generate(example_job(count=[200_001], channels=2, protocol="simple"), iterations=2))
     assert confidence(differ, "channels") == "certain" and "channels" not in doubts(differ)
 
 
@@ -211,14 +211,14 @@ def test_channels_by_qp_order_are_certain_only_where_they_differ() -> None:
 
 
 def test_a_version_that_the_wire_rules_out() -> None:
-    made = generate(ddp_job(count=5000, version="2.19.4"), iterations=2)
+    made = generate(example_job(count=5000, version="2.19.4"), iterations=2)
     said = refusal(made, Hints(version="2.27.7"))
     assert "2.27.7" in said and "2.12-2.19" in said
     log = parse_log("h:1:2 [0] NCCL INFO NCCL version 2.30.7+cuda12.8")
     assert "--nccl-log says NCCL 2.30.7" in refusal(made, log=log)
     assert "--nccl-version says NCCL 2.19.4" in refusal(made, Hints(version="2.19.4"), log)
     assert learnt(made, Hints(version="2.18.1")).job.communicator.nccl_version == "2.18.1"
-    big = generate(ddp_job(count=5000, version="2.29.2"), iterations=2)
+    big = generate(example_job(count=5000, version="2.29.2"), iterations=2)
     assert "big-endian" in refusal(big, Hints(version="2.27.7"))
 
 
@@ -236,7 +236,7 @@ def test_an_optimizer_that_replay_would_refuse(text: str) -> None:
 
 
 def test_ranks_that_say_nothing() -> None:
-    made = generate(ddp_job(count=5000), iterations=1)
+    made = generate(example_job(count=5000), iterations=1)
     said = refusal(made, Hints(ranks={"10.9.9.9": 0}))
     assert "10.9.9.9" in said and "10.0.0.1" in said
     with pytest.raises(UserError, match=r"rank 0 and rank 1"):
@@ -247,17 +247,17 @@ def test_ranks_that_say_nothing() -> None:
 
 
 def test_buckets_beside_an_announcement() -> None:
-    made = generate(ddp_job(count=[700, 300]), iterations=3)
+    made = generate(example_job(count=[700, 300]), iterations=3)
     said = refusal(made, Hints(buckets=(500, 500)))
     assert "500, 500" in said and "700, 300" in said
-    same(learnt(made, Hints(buckets=(700, 300))).job, ddp_job(count=[700, 300]), 3)
+    same(learnt(made, Hints(buckets=(700, 300))).job, example_job(count=[700, 300]), 3)
 
 
 # -- refusals that help ----------------------------------------------------------------------------------
 
 
 def test_every_learnt_thing_has_a_value() -> None:
-    found = learnt(generate(ddp_job(ranks=4, count=[5000, 301], channels=2), iterations=2, ports=[1]))
+    found = learnt(generate(example_job(ranks=4, count=[5000, 301], channels=2), iterations=2, ports=[1]))
     assert all(item.what and item.value and item.reason for item in found.items)
 
 
@@ -272,13 +272,13 @@ def test_explanations_are_told_apart_with_the_option_that_decides() -> None:
 
 
 def test_a_start_up_that_is_not_ddps_says_so() -> None:
-    job = ddp_job(count=5000)
+    job = example_job(count=5000)
     job.collectives.startup[1].count += 2  # its contents are then drawn by seed
     assert "start-up is not DDP's" in refusal(generate(job, iterations=2))
 
 
-def test_a_ddp_job_with_a_foreign_call_names_the_call() -> None:
-    job = ddp_job(count=5000)
+def test_a_example_job_with_a_foreign_call_names_the_call() -> None:
+    job = example_job(count=5000)
     job.collectives.steady.append(Collective("AllReduce", 2, "int32", carries="other"))
     said = refusal(generate(job, iterations=3))
     assert "it is a DDP job" in said and "AllReduce of 5000 float32" in said
@@ -292,7 +292,7 @@ def test_zeros_of_one_rank_are_no_modified_nccl() -> None:
         out[:64] = 0
         return out
 
-    for job in (bare_job(count=6000), ddp_job(count=6000)):
+    for job in (bare_job(count=6000), example_job(count=6000)):
         made = generate(job, iterations=6, gradients=gradients)
         found = learnt(made, Hints(dtype="float32", buckets=(6000,), algorithm="ring"))
         assert placement(found.job, 3) == placement(job, 3)
@@ -304,7 +304,7 @@ def test_zeros_of_one_rank_are_no_modified_nccl() -> None:
 @pytest.mark.parametrize("ranks,channels,count", [(8, 16, [400_000, 30_000]), (20, 2, [40_000])])
 def test_one_rank_of_many(ranks: int, channels: int, count: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "BUDGET", 25_000)  # an eighth of what a search may cost
-    job = ddp_job(ranks=ranks, channels=channels, count=count)
+    job = example_job(ranks=ranks, channels=channels, count=count)
     seen: list[tuple[int, int]] = []
     made = generate(job, iterations=2, ports=[1])
     found = learnt(made, Hints(), None, lambda done, total: seen.append((done, total)))
@@ -314,5 +314,5 @@ def test_one_rank_of_many(ranks: int, channels: int, count: list[int], monkeypat
 
 def test_a_search_that_ends_early_says_what_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learning, "BUDGET", 300)
-    said = refusal(generate(ddp_job(ranks=8, channels=4, count=40_000), iterations=2, ports=[1]))
+    said = refusal(generate(example_job(ranks=8, channels=4, count=40_000), iterations=2, ports=[1]))
     assert "the others were not tried" in said

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from flowcheck.job.manifest import job_from_dict, load_job
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, generate
+from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.lab.synth.connection import TransportOptions
 from flowcheck.lab.synth.packets import WRITE_ONLY_IMM, Endpoint
 from flowcheck.lab.synth.packets import Path as Path_
@@ -27,7 +27,7 @@ from flowcheck.learning.messages import Flow, Message
 from flowcheck.offline.replay import ReplayOptions, replay
 from tests.nccl_versions import VERSIONS, since
 
-from .oracle import ddp_job, doubts, learnt, placement, refusal, same, unless_refused
+from .oracle import doubts, learnt, placement, refusal, same, unless_refused
 
 MANY = settings(max_examples=20, derandomize=True)
 SPLIT = pytest.mark.parametrize("split", [True, False])
@@ -61,7 +61,7 @@ jobs = st.fixed_dictionaries({
 @given(jobs, st.booleans(), st.data())
 def test_the_job_or_a_refusal_or_the_very_doubt(options: dict, lossy: bool, data: st.DataObject) -> None:
     """Both directions of one rank, QP numbers in no order: never another grouping that is not a doubt."""
-    job = shuffled(ddp_job(**options), options["seed"])
+    job = shuffled(example_job(**options), options["seed"])
     rank = data.draw(st.integers(0, options["ranks"] - 1))
     loss = {"loss": 0.01, "reorder": 0.02, "duplicate": 0.02} if lossy else {}
     transport = TransportOptions(retransmit=0.1, cut_ranks=frozenset([rank])) if lossy else None
@@ -81,7 +81,7 @@ def test_the_job_or_a_refusal_or_the_very_doubt(options: dict, lossy: bool, data
 @pytest.mark.parametrize("qps", [2, 4, 8])
 @pytest.mark.parametrize("protocol", ["ll", "ll128", "simple"])
 def test_learnt_whole(protocol: str, qps: int, split: bool) -> None:
-    job = ddp_job(
+    job = example_job(
         count=[40_000, 7_001], protocol=protocol, qps=qps, split_data_on_qps=split, channels=2, ranks=3,
     )
     job = shuffled(job, qps)
@@ -98,7 +98,7 @@ def test_learnt_whole(protocol: str, qps: int, split: bool) -> None:
 def test_without_clear_to_send(protocol: str, split: bool) -> None:
     """One direction: memory keys, slots, flags, sizes and time tell what clear-to-send would."""
     job = shuffled(
-        ddp_job(count=[20_000, 700], protocol=protocol, qps=4, split_data_on_qps=split, channels=2), 1
+        example_job(count=[20_000, 700], protocol=protocol, qps=4, split_data_on_qps=split, channels=2), 1
     )
     made = generate(job, iterations=3, ports=[0], directions="out")
     assert not any(flow.cts_qpns and frame[42 + 5 : 42 + 8] == flow.cts_qpns[0].to_bytes(3, "big")
@@ -109,7 +109,7 @@ def test_without_clear_to_send(protocol: str, split: bool) -> None:
 
 def test_a_manifest_with_the_flows_in_another_order_is_refused() -> None:
     """What a manifest says of QPs is checked like what was learnt."""
-    job = ddp_job(count=[20_000], qps=4, split_data_on_qps=True, protocol="simple")
+    job = example_job(count=[20_000], qps=4, split_data_on_qps=True, protocol="simple")
     made = generate(job, iterations=2)
     same(learnt(made, Hints(given=job)).job, job, 2)
     wrong = job_from_dict(job.to_dict())
@@ -128,14 +128,14 @@ def _without(made: Synthesis, qpn: int) -> Synthesis:
 
 @SPLIT
 def test_a_queue_pair_that_is_not_captured(split: bool) -> None:
-    job = ddp_job(count=[9000], qps=3, split_data_on_qps=split, protocol="simple")
+    job = example_job(count=[9000], qps=3, split_data_on_qps=split, protocol="simple")
     flow = next(flow for flow in job.flows if flow.src == 0)
     assert refusal(_without(generate(job, iterations=2), flow.qpns[1]))
 
 
 def test_all_but_one_of_the_pieces_are_empty() -> None:
     """Messages of 128 bytes and less are on the first QP alone: the others still belong to the connection."""
-    job = ddp_job(count=[24], qps=4, split_data_on_qps=True, protocol="simple", startup=False, rebuild=False)
+    job = example_job(count=[24], qps=4, split_data_on_qps=True, protocol="simple", startup=False, rebuild=False)
     hints = Hints(dtype="float32", buckets=(24,), algorithm="ring", version="2.27.7", ranks={"10.0.0.1": 0})
     for directions in ("both", "out"):
         found = learnt(generate(job, iterations=2, directions=directions), hints).job
@@ -144,13 +144,13 @@ def test_all_but_one_of_the_pieces_are_empty() -> None:
 
 
 def test_more_queue_pairs_than_were_used_is_a_doubt() -> None:
-    job = ddp_job(count=[3000], qps=8, protocol="ll", startup=False, rebuild=False)
+    job = example_job(count=[3000], qps=8, protocol="ll", startup=False, rebuild=False)
     job.collectives.steady = []
     hints = Hints(dtype="float32", buckets=(3000,), algorithm="ring", version="2.27.7")
     found = learnt(generate(job, iterations=1), hints)
     assert found.job.communicator.qps_per_connection == 2
     assert any("may have more than 2" in text for text in found.doubts)
-    one = ddp_job(ranks=4, count=[3000], qps=2, protocol="ll", startup=False, rebuild=False, algorithm="tree")
+    one = example_job(ranks=4, count=[3000], qps=2, protocol="ll", startup=False, rebuild=False, algorithm="tree")
     hints = Hints(dtype="float32", buckets=(3000,), algorithm="tree", version="2.27.7")
     found = learnt(generate(one, iterations=1, ports=range(4)), hints)
     assert found.job.communicator.qps_per_connection == 1
@@ -159,14 +159,14 @@ def test_more_queue_pairs_than_were_used_is_a_doubt() -> None:
 
 def test_mid_stream_with_queue_pairs_that_are_new() -> None:
     """The first packets of some QPs are in the capture, but messages went over others before."""
-    job = ddp_job(count=[3000], qps=8, protocol="simple", startup=False, rebuild=False)
+    job = example_job(count=[3000], qps=8, protocol="simple", startup=False, rebuild=False)
     made = generate(job, iterations=1, first_iteration=1)
     assert "mid-stream" in refusal(made, Hints(dtype="float32", buckets=(3000,), algorithm="ring", version="2.27.7"))
 
 
 def test_two_buffers_that_clear_to_send_confuses() -> None:
     """Two jobs with the same keys and addresses: no QP's connection is certain, and that is said."""
-    one, other = (ddp_job(count=[5000], protocol="simple", seed=seed) for seed in (1, 2))
+    one, other = (example_job(count=[5000], protocol="simple", seed=seed) for seed in (1, 2))
     made, second = (generate(job, iterations=1) for job in (one, other))
     made.ports[0] = sorted(made.ports[0] + second.ports[0])
     assert "which queue pairs are one connection" in refusal(made)
@@ -222,7 +222,7 @@ def test_four_split_queue_pairs_of_soft_roce(capture, tmp_path: Path, mirrored: 
 @pytest.mark.usefixtures("eal")
 @SPLIT
 def test_learnt_manifest_replays_to_the_truth(tmp_path: Path, split: bool) -> None:
-    job = shuffled(ddp_job(ranks=3, count=[9000, 501], qps=4, split_data_on_qps=split, channels=2), 5)
+    job = shuffled(example_job(ranks=3, count=[9000, 501], qps=4, split_data_on_qps=split, channels=2), 5)
     made = generate(job, iterations=3, ports=[1])
     made.write(tmp_path / "made.pcap")
     found = learn([tmp_path / "made.pcap"], Hints(version="2.27.7", optimizer=("sgd", {"lr": 0.001})))
@@ -251,7 +251,7 @@ def test_a_queue_pair_of_which_no_message_begins_in_the_capture() -> None:
 @pytest.mark.parametrize("protocol", ["ll", "ll128", "simple"])
 def test_ports_of_a_merged_nic(protocol: str, qps: int, split: bool) -> None:
     """Every message is striped over two ports with addresses of their own."""
-    job = ddp_job(
+    job = example_job(
         ranks=3, count=[9000, 501], protocol=protocol, qps=qps, split_data_on_qps=split, devices=2, channels=2,
     )
     found = learnt(generate(job, iterations=3, ports=[1, 4]), Hints(version="2.27.7"))
@@ -263,7 +263,7 @@ def test_ports_of_a_merged_nic(protocol: str, qps: int, split: bool) -> None:
 
 
 def test_one_port_or_one_direction_of_a_merged_nic_is_refused_by_name() -> None:
-    job = ddp_job(count=[9000], protocol="simple", devices=2)
+    job = example_job(count=[9000], protocol="simple", devices=2)
     assert "other parts travel elsewhere" in refusal(generate(job, iterations=2, ports=[0]))
     assert "other parts travel elsewhere" in refusal(generate(job, iterations=2, ports=[0, 2], directions="out"))
 
@@ -284,7 +284,7 @@ merged = st.fixed_dictionaries({
 @settings(MANY, max_examples=20)
 @given(merged, st.booleans(), st.data())
 def test_merged_nics_with_loss_are_the_job_or_a_refusal(options: dict, lossy: bool, data: st.DataObject) -> None:
-    job = ddp_job(**options, devices=2)
+    job = example_job(**options, devices=2)
     rank = data.draw(st.integers(0, options["ranks"] - 1))
     made = generate(job, iterations=2, ports=[rank, rank + options["ranks"]], loss=0.01 * lossy)
     found = unless_refused(made, Hints(version=options["version"], dtype="float32"))

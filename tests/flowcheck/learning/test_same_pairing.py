@@ -3,11 +3,9 @@
 import pytest
 from parser.observer import Observer
 
-from flowcheck.lab.synth import Synthesis, generate
+from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learning.connections import Connection, connections
 from parser.findings import interpret
-
-from .oracle import ddp_job
 
 
 def both(made: Synthesis) -> tuple[dict, list[Connection]]:
@@ -32,7 +30,7 @@ def paired(learnt: list[Connection]) -> dict[tuple[str, str, int], int]:
 
 
 def test_one_direction_has_no_clear_to_send() -> None:
-    seen, learnt = both(generate(ddp_job(count=[9000, 31]), iterations=2, directions="out"))
+    seen, learnt = both(generate(example_job(count=[9000, 31]), iterations=2, directions="out"))
     assert learnt and not any(c.cts_flows for c in learnt if c.src == "10.0.0.1")
     assert not any(c["clear_to_send_flow"] is not None for c in seen["connections"] if c["source"] == "10.0.0.1")
 
@@ -44,7 +42,7 @@ def test_one_direction_has_no_clear_to_send() -> None:
 ])
 def test_the_same_connections(options: dict, protocol: str) -> None:
     """inspect lists flows of which both directions were captured: each has the cts flow that learning gives it."""
-    seen, learnt = both(generate(ddp_job(count=[9000, 31], protocol=protocol, **options), iterations=2))
+    seen, learnt = both(generate(example_job(count=[9000, 31], protocol=protocol, **options), iterations=2))
     assert inspected(seen).items() <= paired(learnt).items()
     for c in learnt:
         assert c.cts_flows and any((f.src, f.dst, f.qpn) in inspected(seen) for f in c.flows)
@@ -52,7 +50,7 @@ def test_the_same_connections(options: dict, protocol: str) -> None:
 
 def test_what_two_announce_is_nobodys_for_both() -> None:
     """Two jobs with the same keys and addresses: only the port pairs what is left."""
-    one, other = (generate(ddp_job(count=[5000], protocol="simple", seed=seed)) for seed in (1, 2))
+    one, other = (generate(example_job(count=[5000], protocol="simple", seed=seed)) for seed in (1, 2))
     one.ports[0] = sorted(one.ports[0] + other.ports[0])
     seen, learnt = both(one)
     assert learnt and all("several flows of clear-to-send" in c.unsure for c in learnt)

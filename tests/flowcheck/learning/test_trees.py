@@ -10,7 +10,7 @@ from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import parse_log
 from tests.nccl_versions import VERSIONS
 
-from .oracle import ddp_job, doubts, learnt, placement, refusal, same, unless_refused
+from .oracle import doubts, learnt, placement, refusal, same, unless_refused
 
 MANY = settings(max_examples=25, derandomize=True)
 TOLD = Hints(version="2.27.7")
@@ -19,7 +19,7 @@ TOLD = Hints(version="2.27.7")
 @pytest.mark.parametrize("channels", [1, 2, 4])
 @pytest.mark.parametrize(("ranks", "rank"), [(3, 0), (3, 1), (3, 2), (4, 0), (4, 1), (4, 2), (4, 3), (8, 0), (8, 5)])
 def test_root_inner_and_leaf(ranks: int, rank: int, channels: int) -> None:
-    job = ddp_job(ranks=ranks, count=[5000, 301], algorithm="tree", channels=channels)
+    job = example_job(ranks=ranks, count=[5000, 301], algorithm="tree", channels=channels)
     found = learnt(generate(job, iterations=3, ports=[rank]), TOLD)
     assert (found.job.communicator.algorithm, found.job.communicator.ranks) == ("tree", ranks)
     same(found.job, job, 3)
@@ -27,7 +27,7 @@ def test_root_inner_and_leaf(ranks: int, rank: int, channels: int) -> None:
 
 
 def test_all_ports_and_ring_calls_between() -> None:
-    job = ddp_job(ranks=5, count=[5000, 301], algorithm="tree", channels=2, protocol="simple")
+    job = example_job(ranks=5, count=[5000, 301], algorithm="tree", channels=2, protocol="simple")
     job.collectives.steady[0].algorithm = "ring"
     found = learnt(generate(job, iterations=3, ports=range(5)), TOLD)
     assert {call.algorithm for call in found.job.collectives.steady} == {"ring", None}
@@ -36,10 +36,10 @@ def test_all_ports_and_ring_calls_between() -> None:
 
 def test_ring_calls_beside_a_tree_need_the_whole_ring() -> None:
     """With one rank mirrored its place in the ring is a guess: chunks of equal size would be exchanged unseen."""
-    job = ddp_job(ranks=4, count=[32768], algorithm="tree", rings=[[0, 3, 1, 2]])
+    job = example_job(ranks=4, count=[32768], algorithm="tree", rings=[[0, 3, 1, 2]])
     job.collectives.steady[0].algorithm = "ring"
     assert refusal(generate(job, iterations=3, ports=[2]), TOLD)
-    job = ddp_job(ranks=4, count=[32768], algorithm="tree")
+    job = example_job(ranks=4, count=[32768], algorithm="tree")
     job.collectives.steady[0].algorithm = "ring"
     made = generate(job, iterations=3, ports=[2])
     assert "whose order does not show" in refusal(made, TOLD)
@@ -62,9 +62,7 @@ jobs = st.fixed_dictionaries({
 @given(jobs, st.booleans(), st.booleans(), st.data())
 def test_the_job_or_a_refusal(options: dict, announces: bool, lossy: bool, data: st.DataObject) -> None:
     """Also where clear-to-send tags are numbers in a parent communicator: a wrong parent is found out by time."""
-    job = ddp_job(**options, algorithm="tree") if announces else example_job(
-        **options, algorithm="tree", startup=False, rebuild=False
-    )
+    job = example_job(**options, algorithm="tree", startup=announces, rebuild=announces)
     n = options["ranks"]
     if data.draw(st.booleans()):
         job.communicator.parent_ranks = list(data.draw(st.permutations(range(n))))
@@ -106,7 +104,7 @@ def test_results_before_their_sums_are_another_tree() -> None:
 
 
 def test_a_tree_whose_ranks_nobody_names() -> None:
-    job = ddp_job(ranks=4, count=5000, algorithm="tree", channels=2)
+    job = example_job(ranks=4, count=5000, algorithm="tree", channels=2)
     made = generate(job, iterations=2, ports=[2], directions="in")
     assert "no double binary tree" in refusal(made)
     # two pairs of hosts are no ring either

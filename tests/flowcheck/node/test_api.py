@@ -262,6 +262,19 @@ def test_versions_newest_first(app: Any) -> None:
     assert said["absent"] == []
 
 
+def test_the_run_that_lives_is_listed_first(app: Any, memory: FakeShelf) -> None:
+    """Whatever epochs and steps another run has reached, or a line of its own that was left."""
+    left, lives, other = (f"{began:016x}-{7:016x}-0000 {'f' * 64}" for began in (5, 6, 1))
+    memory.offers[:] = [
+        offer("memory", 9, start=left), offer("memory", 4, start=lives),
+        offer("memory", 70, run_id="x", epoch=8, start=other),
+    ]
+    said = get(app, "/v1/versions").json["versions"]
+    assert [(one["run_id"], one["step"]) for one in said if one["start"]] == [("run", 4), ("run", 9), ("x", 70)]
+    newest = [(one["run_id"], one["step"]) for one in get(app, "/v1/status").json["newest"] if one["start"]]
+    assert newest == [("run", 4), ("x", 70)]
+
+
 def test_status_has_the_newest_of_each(app: Any, memory: FakeShelf) -> None:
     memory.offers += [offer("memory", 5, shard="b"), offer("memory", 4, run_id="x"), offer("memory", 2, shard="b")]
     said = get(app, "/v1/status").json

@@ -42,11 +42,12 @@ class Mine(Beside):
     def __init__(self, module: str = "m", settings: Mapping[str, Any] | None = None) -> None:
         self.told: list[Any] = []
         self.said: list[str] = []
+        self.solved: list[str] = []
         super().__init__(module, "does it", {"a": 1} if settings is None else settings, self._problem)
 
-    def _problem(self, event: str, *, why: str, process: str = "", cause: str = "") -> None:
-        assert event == "problem"
-        self.said.append(why)
+    def _problem(self, event: str, *, why: str = "", process: str = "", cause: str = "", about: str = "") -> None:
+        assert event in ("problem", "solved")
+        (self.said if why else self.solved).append(why or about)
 
     def _tell(self, event: str, name: str, said: Mapping[str, Any]) -> None:
         self.told.append((event, name, {key: value for key, value in said.items() if key not in ("event", "name")}))
@@ -111,6 +112,7 @@ def test_one_that_died_is_started_anew_with_all_orders(
         at.until(lambda: len(at.said) and at.told[-1][0] == "began" and len(at.told) > 1)
         assert at.told[-1][2]["said"] == {"a": 1, "b": 2}
         assert at.said == ["the process that does it ended with status -9; it is started anew in 0 s"]
+        assert len(at.solved) == 1, "as soon as the new one has said something"
 
 
 @pytest.mark.parametrize("blocking", [False, True])
@@ -221,6 +223,7 @@ def test_one_that_ended_is_heard_to_the_end_and_started_anew_after_a_pause(scene
     assert len(scene.pipes) == 2 and scene.given == [("the.module", {"a": 1})] * 2
     scene.pipes[1].says("first", name="y")
     at.look()
+    assert at.solved == ["module"]
     assert at.told[1:] == [("first", "y", {})], "half of a line of the other one is not in front of it"
 
 

@@ -294,6 +294,7 @@ def test_what_is_not_an_address(tmp_path: Path, listen: str) -> None:
     with pytest.raises(UserError, match="HOST:PORT, an IPv6 address in brackets") as refused:
         load(settings(tmp_path, "127.0.0.1:0", listen))
     assert refused.value.where == f"{tmp_path}/node.toml: control.listen"
+    assert ("and ports are 0 to 65535" in refused.value.what) == listen.endswith(("65536", "123456"))
 
 
 # -- the files -------------------------------------------------------------------------------------------------

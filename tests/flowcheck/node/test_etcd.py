@@ -324,7 +324,7 @@ def test_how_endpoints_are_reached(endpoint: Endpoint) -> None:
     assert alone.get_url("kv/put") == "https://h:4/v3/kv/put"  # without a question for its version
 
 
-@pytest.mark.parametrize("endpoint", ["", "h:1", "http://h", "http://:1", "http://h:x", "http://h:99999", "ftp://h:1",
+@pytest.mark.parametrize("endpoint", ["", "h:1", "http://h", "http://:1", "http://h:x", "ftp://h:1",
                                       "http://h:1/path", "http://h:1//"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(UserError, match="is not an endpoint of etcd"):

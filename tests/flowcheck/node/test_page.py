@@ -293,6 +293,37 @@ def test_a_port_that_brings_nothing_is_seen_on_a_phone_without_scrolling(node: N
     assert rows[1][1].endswith(" ago")
 
 
+def test_every_cell_of_every_table_is_seen_on_a_phone_with_its_columns_name(node: Node) -> None:
+    """No table is wider than the screen: what a version is, and what a port has lost, needs no finger."""
+    node.document["captures"][0] |= {"lost": {"ring_full": 61_222}, "last_lost": time.time()}
+    page = node.page(360)
+    page.wait("document.querySelectorAll('#ports tr').length === 3")
+    page.evaluate("""versions = {absent: [], versions: [{step: 4142, tier: 'memory', status: 'unverified', nbytes: 4e9,
+        run_id: 'a-run-with-a-name-that-is-longer-than-most-0412', epoch: 2, shard: 'pp0.shard1'}]}; list()""")
+    cells = page.evaluate("""[...document.querySelectorAll('#ports td, #versions td, #failures td')].map((cell) => {
+        const at = cell.getBoundingClientRect(), head = getComputedStyle(cell, '::before').content;
+        return [cell.textContent, head.replaceAll('"', ''), at.left >= 0 && at.right <= 360 && at.width > 20]; })""")
+    assert [text for text, _, seen in cells if not seen] == [] and all(head for _, head, _ in cells)
+    assert {"status": "unverified", "kept in": "memory"}.items() <= {head: text for text, head, _ in cells}.items()
+    assert page.evaluate("document.querySelector('#versions').scrollWidth <= 360")
+
+
+def test_what_was_lost_once_is_red_while_it_is_news(node: Node) -> None:
+    """Packets that a port lost an hour ago are counted, with the time, and no more than that; so are iterations."""
+    group, port = node.document["groups"][0], node.document["captures"][0]
+    for age, kind in ((5, "bad"), (3600, "")):
+        port |= {"lost": {"ring_full": 61_222}, "last_lost": time.time() - age}
+        page = node.page()
+        page.wait("document.querySelector('#ports').textContent.includes('61,222')")
+        assert page.evaluate("document.querySelector('#ports td.wrap span').className") == kind
+        assert ("none since" in text(page, "#ports")) == (not kind)
+    assert page.evaluate("document.querySelectorAll('[data-group=dp0] dd.warn').length") == 2  # of the last iterations
+    for row in group["rows"]:
+        row |= {"published": True, "missing": {}}
+    page.wait("document.querySelectorAll('[data-group=dp0] dd.warn').length === 0")
+    assert "not published2" in text(page, "[data-group=dp0]")
+
+
 def test_light_and_dark(node: Node) -> None:
     shades = []
     for dark in (False, True):

@@ -274,11 +274,11 @@ def test_memory_is_bounded(make: Callable[..., Rounds], apis: list[HandApi], tmp
     rounds.turn(nodes(apis))
     for shard, api in zip(SHARDS, apis, strict=True):
         api.versions[:] = [version(shard, 6)]
-    with pytest.raises(FlowcheckError, match="MiB are taken") as refused:
+    with pytest.raises(FlowcheckError, match="B are taken") as refused:
         rounds.turn(nodes(apis))
     assert refused.value.where == "protect.memory_mb" and steps(tmp_path) == [4]
     (kept,) = kept_in(tmp_path)
-    with pytest.raises(FlowcheckError, match="MiB are taken"):
+    with pytest.raises(FlowcheckError, match="B are taken"):
         make(most=2 * kept.length - 1).turn(nodes(apis))
     make(most=2 * kept.length).turn(nodes(apis))  # it is just enough
     assert steps(tmp_path) == [4, 6]

@@ -24,6 +24,9 @@ from flowcheck.node.tally import Tally
 SECONDS = 120.0  # until a thread must have done something
 
 
+STAMP = "2023-11-14T22:13:20.123Z "
+
+
 @pytest.fixture(autouse=True)
 def clock(monkeypatch) -> None:
     monkeypatch.setattr(saying, "time", type("Clock", (), {"time": staticmethod(lambda: 1700000000.12345)}))
@@ -81,7 +84,18 @@ def test_they_are_what_is_printed(capfd) -> None:
     with printed(capfd) as say:
         say("lost", name="a", why="x y")
         say("stopped")
-    assert capfd.readouterr().out == "lost: name a, why x y\nstopped\n"
+    assert capfd.readouterr().out == f"{STAMP}lost: name a, why x y\n{STAMP}stopped\n"
+
+
+@pytest.mark.parametrize(("stream", "stamp"), [("own", b""), ("1:1", STAMP.encode()), ("", STAMP.encode())])
+def test_the_journal_has_the_time_itself(capfd, monkeypatch, stream: str, stamp: bytes) -> None:
+    """JOURNAL_STREAM names the pipe that systemd has made: a unit's own output, and not what a shell made of it."""
+    with pipe() as reading:
+        at = os.fstat(saying.STDOUT)
+        monkeypatch.setenv("JOURNAL_STREAM", f"{at.st_dev}:{at.st_ino}" if stream == "own" else stream)
+        with Events(False, None) as say:
+            say("stopped")
+            assert take(reading, b"\n") == stamp + b"stopped\n"
 
 
 def test_lines_for_programs(capfd) -> None:
@@ -108,7 +122,7 @@ def test_a_name_that_is_no_text_is_printed_all_the_same(capfd) -> None:
     with printed(capfd) as say:
         say("written", path=os.fsdecode(b"/tmp/\xff"))
         say("stopped")
-    assert capfd.readouterr().out == "written: path /tmp/\\udcff\nstopped\n"
+    assert capfd.readouterr().out == f"{STAMP}written: path /tmp/\\udcff\n{STAMP}stopped\n"
 
 
 def test_lines_know_the_run_of_their_group(capfd) -> None:
@@ -178,7 +192,7 @@ def test_a_status_file_that_can_no_longer_be_written_ends_nothing_and_is_said_on
         for why in ("two", "three"):
             say("lost", why=why)
             assert say.flush(SECONDS)
-        first, second, problem, third = capfd.readouterr().out.splitlines()
+        first, second, problem, third = capfd.readouterr().out.replace(STAMP, "").splitlines()
         assert (first, second, third) == ("lost: why one", "lost: why two", "lost: why three")
         assert problem.startswith("problem: why ") and "cannot be written: No such file or directory" in problem
         folder.mkdir()
@@ -188,7 +202,8 @@ def test_a_status_file_that_can_no_longer_be_written_ends_nothing_and_is_said_on
         (folder / "status.json").unlink()
         folder.rmdir()
         say("lost", why="four")
-    assert [text.partition(":")[0] for text in capfd.readouterr().out.splitlines()] == ["stopped", "lost", "problem"]
+    said = capfd.readouterr().out.replace(STAMP, "").splitlines()
+    assert [text.partition(":")[0] for text in said] == ["stopped", "solved", "lost", "problem"]
 
 
 # -- standard output that does not take them -------------------------------------------------------------------------
@@ -220,7 +235,7 @@ def take(reading: int, until: bytes) -> bytes:
 def test_each_line_is_out_at_once(capfd) -> None:
     with pipe() as reading, Events(False, None) as say:
         say("stopped")
-        assert take(reading, b"\n") == b"stopped\n"
+        assert take(reading, b"\n") == f"{STAMP}stopped\n".encode()
 
 
 @pytest.mark.parametrize("blocks", [True, False])
@@ -233,6 +248,7 @@ def test_nobody_waits_for_who_does_not_read_and_what_found_no_room_is_counted(ca
         assert not say.flush(0.0)
         taken = take(reading, b"unsaid: ")
         taken += b"" if taken.endswith(b"\n") else take(reading, b"\n")
+        taken = taken.replace(STAMP.encode(), b"")
         numbers = [int(text.split()[2].rstrip(b",")) for text in taken.splitlines() if text.startswith(b"lost")]
         (unsaid,) = [text for text in taken.splitlines() if text.startswith(b"unsaid")]
         assert numbers[:MOST] == list(range(MOST)), "there is room for these, whoever runs when"
@@ -240,7 +256,7 @@ def test_nobody_waits_for_who_does_not_read_and_what_found_no_room_is_counted(ca
         assert unsaid == (f"unsaid: count {said - len(numbers)}, why standard output did not take events as fast as"
                           " they came").encode()
         say("stopped")
-        assert take(reading, b"\n") == b"stopped\n"
+        assert take(reading, b"\n") == f"{STAMP}stopped\n".encode()
 
 
 def test_a_reader_that_has_gone_ends_nothing(capfd, tmp_path) -> None:
@@ -272,8 +288,8 @@ def test_a_disk_that_is_full_tears_no_line_that_comes_after(capfd, monkeypatch) 
         for why in ("one", "two", "three", "four"):
             say("lost", why=why)
             assert say.flush(SECONDS)
-    assert capfd.readouterr().out.splitlines() == [
-        "lost: why one", "lost:", "lost: why four",
+    assert capfd.readouterr().out.replace(STAMP, "").splitlines() == [
+        "lost: why one", "2023-", "lost: why four",
         "unsaid: count 2, why standard output did not take events as fast as they came"]
 
 

@@ -249,7 +249,8 @@ def test_one_that_cannot_be_started_is_said_once_each_time(scene: Scene) -> None
     for _ in range(3):
         scene.now += AGAIN_SECONDS
         node.look()
-    assert scene.said == [("problem", {"why": why.format("Too many open files")})] and len(scene.commands) == 4
+    assert scene.said == [("problem", {"why": why.format("Too many open files"), "about": "api"})]
+    assert len(scene.commands) == 4
     node.look()
     assert len(scene.commands) == 4, "not again and again at once"
     node.tell({"new": ["reader"]})

@@ -129,7 +129,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
         for _ in range(20):
             storing.look()
             time.sleep(0.02)
-        assert said == [("problem", {"why": why})] and storing._process is None
+        assert said == [("problem", {"why": why, "about": "persisting"})] and storing._process is None
         storing.order({"cores": []})
         full[0] = False
         while storing._process is None:

@@ -69,10 +69,11 @@ def test_what_is_on_the_board(scene: Scene) -> None:
     assert told["common"] == scene.common and told["shadow"] == 0
     assert told["groups"][0]["name"] == "dp0" and told["events"][0]["event"] == "attached"
     assert told["captures"][0] == {"device": "af_packet:eth0", "received": 0, "bytes": 0, "last": 0.0,
-                                   "claimed": 0, "last_claimed": 0.0, "streams": [0], "lost": dict.fromkeys(LOST, 0)}
+                                   "claimed": 0, "last_claimed": 0.0, "streams": [0],
+                                   "lost": dict.fromkeys(LOST, 0), "last_lost": 0.0}
     assert told["captures"][1] == {"device": "af_packet:eth1", "received": 30, "bytes": 400, "last": START,
                                    "claimed": 0, "last_claimed": 0.0, "streams": [10, 20],
-                                   "lost": dict.fromkeys(LOST, 0) | {"ring_full": 2}}
+                                   "lost": dict.fromkeys(LOST, 0) | {"ring_full": 2}, "last_lost": START}
 
 
 def test_when_the_newest_packet_came(scene: Scene) -> None:

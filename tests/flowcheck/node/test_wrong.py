@@ -51,6 +51,22 @@ def test_another_problem_is_there_for_a_while_after_it_was_said_last() -> None:
     assert wrong(tally) == []
 
 
+def test_a_problem_that_says_what_it_is_about_is_there_until_that_is_solved() -> None:
+    clock = Clock()
+    tally = Tally("node-a", clock)
+    tally.hear("problem", {"process": "api", "cause": "ended", "why": "the process has ended"})
+    tally.hear("problem", {"about": "access", "why": "token: no such file"})
+    tally.hear("problem", {"about": "status_file", "why": "status.json: no space"})
+    clock.now += 10 * SECONDS
+    assert [text for *_, text in wrong(tally)] == [
+        "the process has ended", "token: no such file", "status.json: no space"]
+    tally.hear("solved", {"about": "api"})
+    tally.hear("access", {"why": "a file has changed", "roles": [], "tls": False})
+    assert [text for *_, text in wrong(tally)] == ["status.json: no space"]
+    tally.hear("solved", {"about": "status_file"})
+    assert wrong(tally) == []
+
+
 def test_it_is_bounded_and_what_was_said_last_stays() -> None:
     held = Wrong()
     for number in range(MOST + 5):

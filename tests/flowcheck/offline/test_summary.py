@@ -183,7 +183,7 @@ def test_of_a_terminal_with_colours() -> None:
 @pytest.mark.parametrize(("size", "words"), [
     (0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_950, "1.0 MB"), (10**6, "1.0 MB"),
     (999_900_000, "999.9 MB"),
-    (10**9, "1.0 GB"), (12_345_000_000_000, "12345.0 GB"),
+    (10**9, "1.0 GB"), (12_345_000_000_000, "12.3 TB"),
 ])
 def test_how_large_a_capture_is(size: int, words: str) -> None:
     assert lines(Report(captures=[CaptureReport("a", 5, size)]))[1] == f"capture       a: 5 packets, {words}"

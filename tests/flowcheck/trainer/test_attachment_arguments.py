@@ -30,8 +30,8 @@ def attach(**options: Any) -> flowcheck.Attachment:
 
 
 @pytest.mark.parametrize(("node", "token", "what"), [
-    ("nowhere", TOKEN.decode(), "node: 'nowhere' is not an address"), ("host:0", TOKEN.decode(), "not an address"),
-    ("host:65536", TOKEN.decode(), "not an address"), ("host:-1", TOKEN.decode(), "not an address"),
+    ("nowhere", TOKEN.decode(), "node: 'nowhere' is not an address"), ("host:0", TOKEN.decode(), "has port 0"),
+    ("host:65536", TOKEN.decode(), "has port 65536"), ("host:-1", TOKEN.decode(), "not an address"),
     (":7070", TOKEN.decode(), "not an address"), ("host:", TOKEN.decode(), "not an address"),
     ("host:http", TOKEN.decode(), "not an address"), ("host:1", "short", "token of 5 characters"),
     (["host:1", "host"], TOKEN.decode(), "node: 'host' is not an address"),

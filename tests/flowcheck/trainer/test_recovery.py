@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -234,6 +235,34 @@ def test_no_fresh_start_by_chance(api: HandApi, caplog: pytest.LogCaptureFixture
     assert error.what == f"no version was found, and who may have one did not answer: {why}"
     recovered = recover([api.name, gone.name], token=TOKEN, fresh=True)
     assert not recovered and repr(recovered).endswith(f"; not taken: {why})")
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_wrong_token_is_what_to_change_and_never_a_fresh_start(api: HandApi, fresh: bool) -> None:
+    """Who refuses the token is there, and may have the version: it is not one that did not answer."""
+    error = problem(recover, api.name, token=TOKEN[::-1], fresh=fresh)
+    assert "token=" in error.remedy and "fresh" not in error.remedy
+    api.answers["/v1/versions"] = 401, b'{"why": "the key is missing or wrong"}'
+    with HandApi() as other:  # which has the token, and nothing
+        error = problem(recover, [other.name, api.name], token=TOKEN, fresh=fresh)
+    assert "token=" in error.remedy and "fresh" not in error.remedy
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_port_that_is_not_the_apis_is_what_to_change(fresh: bool) -> None:
+    """What answers there speaks no HTTP: a node's control port, or another service."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def answer() -> None:
+            own, _ = server.accept()
+            with own:
+                own.recv(4096)
+                own.sendall(b"220 mail.example.com ESMTP\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        error = problem(recover, f"127.0.0.1:{server.getsockname()[1]}", token=TOKEN, fresh=fresh)
+        thread.join()
+    assert "api.listen" in error.remedy and "fresh" not in error.remedy
 
 
 # -- what this rank gave of itself ---------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def test_a_host_and_a_port(text: str, address: tuple[str, int]) -> None:
     assert address_of(text) == address
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", ":7070", "host:0", "host:65536", "host:-1", "host:x", "host:1x",
+@pytest.mark.parametrize("text", ["", "host", "host:", ":7070", "host:-1", "host:x", "host:1x",
                                   "host:1.5", 7070, None, b"host:1"])
 def test_what_is_none(text: Any) -> None:
     with pytest.raises(UserError, match="is not an address") as caught:
