@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from switch_configs.errors import DeviceError, PlanError
-from switch_configs.schema import MirrorSession, SessionState
+from switch_configs.planning.platform_rules import clashing
+from switch_configs.schema import MirrorSession, SessionState, SourceState, ways_of
 from switch_configs.transport import Transport, is_local
 from switch_configs.vendors import monitor_port
 from switch_configs.vendors.render import Rendering, render, tc_prio, timed_undo
@@ -286,13 +287,19 @@ class Manager:
             if other.destination == self.session.destination:
                 raise PlanError(f"destination {other.destination} is used by session {other.name}", where=where,
                                 remedy="choose another monitor port")
-            shared = {source.port for source in other.sources} & set(self.session.ports)
+            shared = [source.port for source in other.sources if self._clashes(source)]
             if shared and not is_local(self.session.vendor):
                 raise PlanError(f"source {sorted(shared)[0]} is already mirrored by session {other.name}",
                                 where=where, remedy="remove the other session, or choose another GPU")
             if self.session.destination in {source.port for source in other.sources}:
                 raise PlanError(f"destination {self.session.destination} is a source of session {other.name}",
                                 where=where, remedy="choose another monitor port")
+
+    def _clashes(self, source: SourceState) -> bool:
+        """Would the platform refuse, or lose, our copy of what somebody's session copies?"""
+        return source.port in self.session.ports and clashing(
+            self.session.vendor, self.session.split_directions, self.session.ways, ways_of(source.direction)
+        )
 
     def _undo(self, difference: Difference, section: str, error: DeviceError) -> NoReturn:
         """Raises the error, with what became of the switch."""

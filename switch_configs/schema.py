@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from switch_configs.documents import read_document, validated
 from switch_configs.errors import printable
@@ -17,6 +17,7 @@ from switch_configs.errors import printable
 __all__ = [
     "VENDORS", "Direction", "Group", "GroupChoice", "HostNic", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort",
     "NicPort", "NodeNic", "NodeShare", "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes",
+    "ways_of",
 ]
 
 Direction = Literal["ingress", "egress", "both"]
@@ -27,6 +28,16 @@ Port = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{
 # One lower limit for all: SONiC's 32 characters; letters first, because NX-OS and shells take it unquoted.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._:-]{0,252}$")]
+
+
+def _address(text: str) -> str:
+    """A name or an IP address alone: what has one colon is an address with a port, and the port has a field."""
+    if text.count(":") == 1:
+        raise ValueError(f"{text} has a port: write the address alone, a switch's port as ssh_port, 1 to 65535")
+    return text
+
+
+Address = Annotated[Host, AfterValidator(_address)]
 # Free text lands in comments of rendered files and on terminals: one line, no control or direction characters.
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]{0,300}$")]
 # A port of a leaf, as messages name it: "leaf1 Ethernet1".
@@ -38,6 +49,11 @@ LeafPort = Annotated[
 def frame_bytes(path_mtu: int) -> int:
     """Largest RoCEv2 frame at an RDMA path MTU: Ethernet, VLAN tag, IPv6, UDP, BTH, RETH, immediate, ICRC, FCS."""
     return path_mtu + 14 + 4 + 40 + 8 + 12 + 16 + 4 + 4 + 4
+
+
+def ways_of(direction: Direction) -> list[Literal["ingress", "egress"]]:
+    """The single directions of one."""
+    return ["ingress", "egress"] if direction == "both" else [direction]
 
 
 class _Strict(BaseModel):
@@ -56,7 +72,7 @@ class NicPort(_Strict):
     rail: Annotated[int, Field(ge=0)] = 0
     speed_gbps: Annotated[float, Field(gt=0)]
     peak_gbps: Annotated[float, Field(gt=0)] | None = None
-    address: Host | None = None
+    address: Address | None = None
     port_channel: Port | None = None
     asic: int = 0
 
@@ -79,16 +95,21 @@ class MonitorPort(_Strict):
 
 
 class Leaf(_Strict):
-    """One leaf switch. address: management address; netns, ovs_rundir: where a software switch lives."""
+    """One leaf switch. address: management address; netns, ovs_rundir: where a software switch lives.
+
+    split_directions: consent to copy ingress and egress of one port to two monitor ports on a platform of which nobody
+    says that it can (platform_rules.SPLITS has the others).
+    """
 
     name: Host
     vendor: Vendor
     ports: list[NicPort] = []
     monitor_ports: list[MonitorPort] = []
-    address: Host | None = None
+    address: Address | None = None
     ssh_port: Annotated[int, Field(ge=1, le=65535)] = 22
     session_number: Annotated[int, Field(ge=0)] = 1
     directions: list[Literal["ingress", "egress"]] = ["ingress", "egress"]
+    split_directions: bool = False
     bridge: Port | None = None
     netns: Name | None = None
     ovs_rundir: Annotated[str, StringConstraints(pattern=r"^/[A-Za-z0-9._/-]*$")] | None = None
@@ -124,7 +145,7 @@ class HostNic(_Strict):
     rail: Annotated[int, Field(ge=0)] = 0
     speed_gbps: Annotated[float, Field(gt=0)]
     peak_gbps: Annotated[float, Field(gt=0)] | None = None
-    address: Host | None = None
+    address: Address | None = None
 
 
 class NodeNic(_Strict):
@@ -186,12 +207,12 @@ class Source(_Strict):
     rank: int
     rail: int = 0
     speed_gbps: float
-    address: Host | None = None
+    address: Address | None = None
     why: Text = ""
 
 
 class MirrorSession(_Strict):
-    """One mirror session on one switch: everything that rendering and applying need."""
+    """One mirror session on one switch: everything that rendering and applying need. split_directions: the leaf's."""
 
     leaf: Host
     vendor: Vendor
@@ -207,11 +228,12 @@ class MirrorSession(_Strict):
     copies: float = 1.0
     why: list[Text] = []
     undo_minutes: Annotated[int, Field(ge=1, le=60)] = 5
-    address: Host | None = None
-    ssh_port: int = 22
+    address: Address | None = None
+    ssh_port: Annotated[int, Field(ge=1, le=65535)] = 22
     bridge: Port | None = None
     netns: Name | None = None
     ovs_rundir: str | None = None
+    split_directions: bool = False
     # tc only; kernels without matchall need u32, and only trying tells
     classifier: Literal["matchall", "u32"] = "matchall"
 
@@ -221,7 +243,7 @@ class MirrorSession(_Strict):
 
     @property
     def ways(self) -> list[Literal["ingress", "egress"]]:
-        return ["ingress", "egress"] if self.direction == "both" else [self.direction]
+        return ways_of(self.direction)
 
 
 class NodeShare(_Strict):

@@ -30,7 +30,7 @@ __all__ = [
 PROTOCOLS = {"ll": Protocol.LL, "ll128": Protocol.LL128, "simple": Protocol.SIMPLE}
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes per parameter of a version: the float32 parameter, and what the optimizer keeps of it.
-STATE_BYTES = {"adam": 12, "adamw": 12, "amsgrad": 16, "sgd": 4, "momentum": 8}
+STATE_BYTES = {"adam": 12, "adamw": 12, "amsgrad": 16, "sgd": 4, "momentum": 8, "fused-adam": 12, "other": 12}
 #: Bytes of a slot of the packet ring, by path MTU (docs/understand/dataplane.md, Memory).
 SLOT_BYTES = {256: 1152, 512: 1152, 1024: 1152, 2048: 2176, 4096: 4352}
 RING_ENTRIES, ENTRY_BYTES = 16384, 24

@@ -9,7 +9,8 @@ from flowcheck.plan.answer import Answer, Grid, Inputs, Plot, Result, Series, Va
 from flowcheck.plan.capacity import MOST_CORES, STATE_BYTES, Capacity, capacity
 from flowcheck.plan.capacity_request import Asked, Case, case_of
 from flowcheck.plan.models import LARGE, PRESETS, SMALL
-from flowcheck.plan.wire_volume import reduced_packets
+from flowcheck.plan.port_answer import burst_results, changes, packets_of, port_grid, ports_refused
+from flowcheck.plan.server import missing
 
 __all__ = ["FIGURES", "capacity_answer", "checks_of", "cores_of", "figure_answer"]
 
@@ -30,8 +31,7 @@ MEMORY = (
     "of `flowcheck bench pipeline`"
 )
 FOLLOWED = (
-    "these are figures of AllReduced gradients: whether a job with such a layout can be followed at all is another "
-    "question (docs/use/qualify.md)"
+    "the figures are those of AllReduced gradients, as if the job could be followed; it cannot (docs/use/qualify.md)"
 )
 
 
@@ -42,10 +42,11 @@ def cores_of(case: Case, found: Capacity) -> int:
 
 def checks_of(case: Case, asked: Asked, found: Capacity) -> list[tuple[str, bool, str]]:
     """(what, does it hold, by how much) of everything that a node has to meet."""
+    refused = ports_refused(case, found)
     checks = [
         ("deadline", found.slack_s >= 0, f"{abs(found.slack_s):.4g} s {'early' if found.slack_s >= 0 else 'late'}"),
-        ("ports", found.peak_gbps <= found.room_gbps,
-         f"{found.peak_gbps:,.0f} of {found.room_gbps:,.0f} Gb/s at the peak"),
+        ("ports", not refused and found.peak_gbps <= found.room_gbps,
+         f"{found.peak_gbps:,.0f} of {found.room_gbps:,.0f} Gb/s at the peak{f': {refused}' if refused else ''}"),
     ]
     if asked.cores is not None:
         cores = cores_of(case, found)
@@ -53,6 +54,9 @@ def checks_of(case: Case, asked: Asked, found: Capacity) -> list[tuple[str, bool
     if asked.memory_gb is not None:
         most = found.memory_most / 1e9
         checks.append(("memory", most <= asked.memory_gb, f"{most:,.1f} of {asked.memory_gb:,g} GB"))
+    lacks = missing(case.node, found, cores_of(case, found))
+    if lacks:
+        checks.append(("a server that exists", False, "; ".join(lacks)))
     return checks
 
 
@@ -61,28 +65,34 @@ def capacity_answer(asked: Asked, case: Case | None = None) -> Answer:
     case = case or case_of(asked)
     found = capacity(case.job, case.node, case.speeds)
     checks = checks_of(case, asked, found)
-    good = all(holds for _, holds, _ in checks)
-    verdict = "; ".join(f"{what} {'met' if holds else 'MISSED'}: {text}" for what, holds, text in checks)
-    notes = [THREADS]
+    good = case.followed.can and all(holds for _, holds, _ in checks)
+    can = "the job can be followed" if case.followed.can else f"the job CANNOT be followed: {case.followed.why}"
+    verdict = "; ".join([can, *(f"{what} {'met' if holds else 'MISSED'}: {text}" for what, holds, text in checks)])
+    notes = [] if case.followed.can else [f"instead: {case.followed.instead}", FOLLOWED]
+    notes += case.followed.untried
+    notes.append(THREADS)
     if case.speeds.copy_gbs is None:
         notes.append(MEMORY)
-    if case.job.groups > 1:
-        notes.append(FOLLOWED)
     if asked.iteration_s is None and asked.gap_s is None:
         notes.append(NOT_PRINTED)
     if case.node.update_cores == MOST_CORES:
         notes.append("no number of updating cores meets the deadline: everything else alone takes too long")
     if not checks[1][1]:
         notes.append("copies that do not fit into the monitor ports are dropped by the switch (`flowcheck plan loss`)")
+        fits = changes(case.ports) if case.ports is not None else []
+        if fits:
+            notes.append(f"the ports would fit, cheapest first, with {'; or '.join(fits)}; or with a lower "
+                         "--peak-gbps, if it was measured")
     if case.fabric is not None:
         notes += case.fabric.notes
-    grids = [_stage_grid(case, found)]
+    grids = [_stage_grid(case, found), port_grid(case, found)]
     if case.fabric is not None:
         rows: list[list[Value]] = [[row.name, row.nodes, row.mirrored, row.monitor] for row in case.fabric.leaves]
         grids.append(Grid("leaves", "By leaf", ("leaf", "nodes", "mirrored ports", "monitor ports"), rows,
                           "the plan that `flowcheck switch plan` makes of this topology"))
     return Answer(
-        "capacity", f"Does a checkpoint node keep up with {case.title}?", case.inputs, _results(case, found), grids,
+        "capacity", f"Can {case.title} be followed, and does a checkpoint node keep up with it?", case.inputs,
+        _results(case, found), grids,
         verdict, good, notes, _pictures([(case.title, case, found)]),
     )
 
@@ -103,11 +113,15 @@ def figure_answer(figure: int, asked: Asked) -> Answer:
                "in turn s", "pipelined s", "cores", "slack s")
     grid = Grid("models", "A node of each model", columns, rows, "capacity.py")
     late = [title for title, _, found in cases if found.slack_s < 0]
+    not_followed = [title for title, case, _ in cases if not case.followed.can]
     verdict = f"too late: {', '.join(late)}" if late else "each meets its deadline"
+    if not_followed:
+        verdict += f"; CANNOT be followed: {', '.join(not_followed)}"
     pictures = _pictures(cases)
     drawn = {10: pictures[:1], 15: pictures[1:2], 16: pictures[2:]}[figure]
-    notes = [NOT_PRINTED, THREADS, MEMORY] + [FOLLOWED] * any(case.job.groups > 1 for _, case, _ in cases)
-    return Answer("capacity", question, _common(names, cases), [], [grid], verdict, not late, notes, drawn)
+    notes = [NOT_PRINTED, THREADS, MEMORY] + [FOLLOWED] * bool(not_followed)
+    good = not late and not not_followed
+    return Answer("capacity", question, _common(names, cases), [], [grid], verdict, good, notes, drawn)
 
 
 def _common(names: Sequence[str], cases: Sequence[tuple[str, Case, Capacity]]) -> Inputs:
@@ -142,16 +156,16 @@ def _results(case: Case, found: Capacity) -> list[Result]:
     job, node, port = case.job, case.node, found.traffic
     state = STATE_BYTES[job.optimizer]
     streams = node.mirrors * node.groups
-    elements = min(job.group_parameters, max(1, int(job.bucket_bytes / job.call.element_bytes)))
     wire = "wire_volume.py, nccl-wire 2 and 4"
     results = [
+        Result("can be followed", "yes" if case.followed.can else "no", "", case.followed.why),
         Result("data-parallel groups", job.groups, "", "tp x pp x shard"),
         Result("replicas in a group", job.ranks, "", "dp / shard"),
         Result("parameters of a group", job.group_parameters, "", "parameters / groups"),
         Result("AllReduces of an iteration", found.buckets, "", "gradient bytes / bucket-mb"),
         Result("gradient in reduced form, once", port.final_payload / max(port.final_data, 1) * job.group_parameters
                * job.call.element_bytes / 1e9, "GB on the wire", wire),
-        Result("reduced packets, for `plan loss`", reduced_packets(job.call, elements, job.mtu), "", wire),
+        Result("reduced packets, for `plan loss`", packets_of(job), "", wire),
         Result("wire bytes of a mirrored port", port.payload / 1e9, "GB per iteration", wire),
         Result("packets of a mirrored port", port.packets + port.control, "per iteration", wire),
         Result("bytes that come to the node", streams * port.all_frames / 1e9, "GB per iteration",
@@ -160,8 +174,7 @@ def _results(case: Case, found: Capacity) -> list[Result]:
         Result("gap to the next allreduce", found.gap_s, "s", "iteration - allreduces"),
         Result("version stands", found.pipelined_s - found.comm_s, "s after them", "bucket by bucket"),
         Result("deadline kept by", found.slack_s, "s", "iteration - bucket by bucket"),
-        Result("copies at the peak", found.peak_gbps, "Gb/s", "mirrors x directions x port-gbps, or load-gbps"),
-        Result("the node's ports carry", found.room_gbps, "Gb/s", "node-ports x monitor-gbps"),
+        *burst_results(case, found),
         Result("cores of a node", cores_of(case, found), "", "receive, place, update, followers, main"),
         Result("memory of a node", found.memory / 1e9, "GB",
                f"parameters x (slots x {state} + arenas x gradient) + rings"),

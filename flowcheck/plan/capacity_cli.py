@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from flowcheck.plan.amounts import amount
 from flowcheck.plan.answer import need
 from flowcheck.plan.output import JsonOption, PlotOption, publish
 from flowcheck.plan.stage_speeds import BENCH
@@ -16,7 +17,13 @@ __all__ = ["capacity"]
 
 def capacity(
     model: Annotated[str | None, typer.Option(help="bert roberta gpt3-1.3b llama2-7b 175b 530b 1t 405b.")] = None,
-    parameters: Annotated[float | None, typer.Option(help="Of the whole model, such as 7e9.")] = None,
+    parameters: Annotated[
+        float | None, typer.Option(help="Of the whole model: 7e9, 70B, 1.3T.", parser=amount, metavar="NUMBER")
+    ] = None,
+    layout: Annotated[
+        Literal["ddp", "hsdp", "fsdp2", "deepspeed", "megatron"] | None, typer.Option(help="What reduces gradients.")
+    ] = None,
+    experts: Annotated[int | None, typer.Option(help="Ranks with experts of their own.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.")] = None,
@@ -24,7 +31,10 @@ def capacity(
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the gradients on the wire.")
     ] = None,
-    optimizer: Annotated[Literal["adam", "adamw", "amsgrad", "sgd", "momentum"] | None, typer.Option()] = None,
+    optimizer: Annotated[
+        Literal["adam", "adamw", "amsgrad", "sgd", "momentum", "fused-adam", "other"] | None,
+        typer.Option(help="torch.optim's; fused-adam: Transformer Engine's or Apex's.")
+    ] = None,
     protocol: Annotated[Literal["ll", "ll128", "simple"] | None, typer.Option(help="NCCL's.")] = None,
     algorithm: Annotated[Literal["ring", "tree"] | None, typer.Option(help="NCCL's.")] = None,
     channels: Annotated[int | None, typer.Option(help="Of the communicator.")] = None,
@@ -34,7 +44,9 @@ def capacity(
     port_gbps: Annotated[float | None, typer.Option(help="Speed of a trainer's NIC.")] = None,
     iteration_s: Annotated[float | None, typer.Option(help="Seconds of an iteration. Default: from FLOPs.")] = None,
     gap_s: Annotated[float | None, typer.Option(help="Instead: seconds between an allreduce and the next.")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Of an iteration, all GPUs together.")] = None,
+    tokens: Annotated[
+        float | None, typer.Option(help="Of an iteration, all GPUs together.", parser=amount, metavar="NUMBER")
+    ] = None,
     peak_tflops: Annotated[float | None, typer.Option(help="Of a GPU.")] = None,
     mfu: Annotated[float | None, typer.Option(help="Share of the peak that the job reaches.")] = None,
     topology: Annotated[Path | None, typer.Option(help="The file that `flowcheck switch plan` takes.")] = None,
@@ -45,6 +57,16 @@ def capacity(
     groups_per_node: Annotated[int | None, typer.Option(help="Groups that one node follows.")] = None,
     node_ports: Annotated[int | None, typer.Option(help="Monitor ports of a node.")] = None,
     monitor_gbps: Annotated[float | None, typer.Option(help="Speed of each.")] = None,
+    switch: Annotated[str | None, typer.Option(help="Platform, as `vendor` of a topology names it.")] = None,
+    split_directions: Annotated[
+        bool | None,
+        typer.Option("--split-directions", help="Consent: ingress and egress of a port to two monitor ports.")
+    ] = None,
+    peak_gbps: Annotated[
+        float | None, typer.Option(help="Known load of a trainer's NIC, each way. Default: its speed.")
+    ] = None,
+    buffer_mb: Annotated[float | None, typer.Option(help="Of the switch, for the copies to one node.")] = None,
+    bursts: Annotated[int | None, typer.Option(help="Of an iteration's AllReduces, with pauses between.")] = None,
     flows: Annotated[int | None, typer.Option(help="Whose data packets come in turns at a port of the node.")] = None,
     replica_pages: Annotated[
         Literal["shared", "huge"] | None,
@@ -73,9 +95,9 @@ def capacity(
     as_json: JsonOption = False,
     plot: PlotOption = None,
 ) -> None:
-    """Does a checkpoint node keep up with a job, and how many nodes, ports, cores and GB does that take?
+    """Can a job be followed, does a node keep up with it, and how many nodes, ports, cores and GB does that take?
 
-    Exit status 1: the deadline is missed, or the node lacks ports, cores or memory.
+    Exit status 1: it cannot be followed, the deadline is missed, or the node lacks ports, cores or memory.
     """
     from flowcheck.plan.capacity_answer import FIGURES, capacity_answer, figure_answer
     from flowcheck.plan.capacity_request import Asked
@@ -85,7 +107,7 @@ def capacity(
         bucket_mb, port_gbps, iteration_s, gap_s, tokens, peak_tflops, mfu, mirrors, direction, topology, leaf_gpus,
         leaf_ports, groups_per_node, node_ports, monitor_gbps, flows, replica_pages, bench, receive_mpps, parse_ns,
         place_gbs, again_gbs, icrc_ns, kernel_ns, update_gbs, copy_gbs, place_cores, update_cores, slots, arenas, cores,
-        memory_gb,
+        memory_gb, layout, experts, switch, split_directions, peak_gbps, buffer_mb, bursts,
     )
     if figure is None:
         raise typer.Exit(publish(capacity_answer(asked), as_json, plot))

@@ -15,8 +15,10 @@ from typing import TypeVar
 
 from flowcheck.errors import UserError
 from flowcheck.plan.answer import Inputs, Value, need, need_positive, need_probability
-from flowcheck.plan.capacity import Job, Leaves, Node, comm_seconds, fitted, leaves_of
-from flowcheck.plan.fabric import Fabric, fabric_of
+from flowcheck.plan.bursts import fewest_ports
+from flowcheck.plan.capacity import MOST_GPUS, Job, Leaves, Node, comm_seconds, fitted, leaves_of
+from flowcheck.plan.fabric import SWITCHES, Fabric, LeafPorts, fabric_of, splits
+from flowcheck.plan.followed import Asking, Followed, Layout, followed
 from flowcheck.plan.loss_law import Direction
 from flowcheck.plan.models import PRESETS, Preset, flops_seconds
 from flowcheck.plan.stage_speeds import Pages, Speeds, measured, published
@@ -25,7 +27,8 @@ __all__ = ["Asked", "Case", "case_of"]
 
 T = TypeVar("T", bound=Value)
 SWITCH = "what `flowcheck switch plan` takes"
-LINE_RATE = "a copy for every direction of every mirrored port at line rate"
+MOST_MIRRORED = 128  # ports whose copies one node takes
+MOST_BUFFER_MB, MOST_BURSTS = 100_000, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -77,11 +80,19 @@ class Asked:
     arenas: int | None = None
     cores: int | None = None
     memory_gb: float | None = None
+    layout: Layout | None = None
+    experts: int | None = None
+    switch: str | None = None
+    split_directions: bool | None = None
+    peak_gbps: float | None = None
+    buffer_mb: float | None = None
+    bursts: int | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """leaves: an estimate, or None where `fabric` says it from a topology."""
+    """leaves: an estimate, or None where `fabric` says it from a topology; so is `ports`, the busiest leaf. followed:
+    can such a job be followed at all. buffer_mb: of the switch, for the copies to one node. bursts: of an iteration."""
 
     inputs: Inputs
     title: str
@@ -90,6 +101,10 @@ class Case:
     speeds: Speeds
     fabric: Fabric | None
     leaves: Leaves | None
+    ports: LeafPorts | None
+    followed: Followed
+    buffer_mb: float
+    bursts: int
 
 
 def case_of(asked: Asked, sources: Mapping[str, str] | None = None) -> Case:
@@ -97,6 +112,7 @@ def case_of(asked: Asked, sources: Mapping[str, str] | None = None) -> Case:
     sense, with the option and what to give."""
     inputs = Inputs(sources)
     preset = _preset(asked, inputs)
+    kind, experts = _kind(asked, preset, inputs)
     layout = _layout(asked, preset, inputs)
     fabric = None
     if asked.topology is not None:
@@ -107,7 +123,7 @@ def case_of(asked: Asked, sources: Mapping[str, str] | None = None) -> Case:
         _not_twice(asked)
         inputs.note("topology", asked.topology.name, "", "given")
     job = _job(asked, preset, layout, fabric, inputs)
-    node = _node(asked, job, fabric, inputs)
+    node, per_port, switch = _node(asked, job, fabric, inputs)
     speeds = _speeds(asked, job, _flows(asked, job, node, inputs), inputs)
     fits = "the fewest that meet the deadline"
     node = fitted(job, node, speeds, place=asked.place_cores is None, update=asked.update_cores is None)
@@ -117,18 +133,49 @@ def case_of(asked: Asked, sources: Mapping[str, str] | None = None) -> Case:
         if value is not None:
             need_positive(value, f"--{name}")
             inputs.note(name, value)
-    leaves = None
+    leaves = ports = None
     if fabric is None:
         gpus = inputs.take("leaf-gpus", asked.leaf_gpus, 64, "ports", "an example: 24 leaves for 1536 GPUs")
-        ports = inputs.take("leaf-ports", asked.leaf_ports, 128, "ports", "an example: uplinks not counted")
-        leaves = leaves_of(job, node, gpus, ports)
-    return Case(inputs, preset.title if preset else "a job", job, node, speeds, fabric, leaves)
+        room = inputs.take("leaf-ports", asked.leaf_ports, 128, "ports", "an example: uplinks not counted")
+        leaves = leaves_of(job, node, gpus, room)
+        ports = LeafPorts(*switch, leaves.nodes_per_leaf, node.groups, job.ranks, node.mirrors, node.direction,
+                          job.algorithm, per_port, node.ports, node.monitor_gbps)
+    found = followed(Asking(kind, job.shard, job.tensor, experts, job.optimizer, job.dtype, job.protocol,
+                            node.direction))
+    buffer_mb, bursts = _burst(asked, inputs)
+    return Case(inputs, preset.title if preset else "a job", job, node, speeds, fabric, leaves, ports, found, buffer_mb,
+                bursts)
+
+
+def _kind(asked: Asked, preset: Preset | None, inputs: Inputs) -> tuple[Layout, int]:
+    """(what reduces the gradients, ranks that have experts of their own)."""
+    sharded = asked.shard is not None and asked.shard > 1
+    default: Layout = "hsdp" if sharded else "ddp"
+    kind = _of_preset(inputs, preset, "layout", asked.layout, default, "", "--shard says so" if sharded else
+                      "replicas are not sharded")
+    need(kind != "ddp" or not sharded, f"replicas in shards of {asked.shard} are not DDP", "--layout",
+         "hsdp, or megatron with several instances of its optimizer")
+    need(kind != "hsdp" or sharded, "HSDP shards each replica, and nobody says over how many ranks", "--shard",
+         "2 or more, a divisor of --dp")
+    experts = inputs.take("experts", asked.experts, 0, "ranks", "no experts on ranks of their own")
+    need(0 <= experts <= MOST_GPUS, f"{experts} ranks with experts", "--experts", "0 or more")
+    return kind, experts
+
+
+def _burst(asked: Asked, inputs: Inputs) -> tuple[float, int]:
+    """(10^6 bytes of buffer for the copies to a node, bursts of an iteration)."""
+    buffer_mb = inputs.take("buffer-mb", asked.buffer_mb, 0.0, "MB", "nothing is said of the switch's buffer")
+    need(0 <= buffer_mb <= MOST_BUFFER_MB, f"{buffer_mb:g} MB of buffer", "--buffer-mb",
+         f"0 to {MOST_BUFFER_MB}, what the copies to one node may take of the switch's buffer")
+    bursts = inputs.take("bursts", asked.bursts, 1, "per iteration", "all AllReduces as one block")
+    need(1 <= bursts <= MOST_BURSTS, f"{bursts} bursts", "--bursts", f"1 to {MOST_BURSTS}")
+    return buffer_mb, bursts
 
 
 def _not_twice(asked: Asked) -> None:
     """What the topology says is not said again."""
     for name in ("port_gbps", "mtu", "mirrors", "direction", "groups_per_node", "node_ports", "monitor_gbps",
-                 "leaf_gpus", "leaf_ports"):
+                 "leaf_gpus", "leaf_ports", "switch", "split_directions", "peak_gbps"):
         need(getattr(asked, name) is None, f"{asked.topology} says it", f"--{name.replace('_', '-')}", "leave it out")
 
 
@@ -215,8 +262,12 @@ def _iteration(asked: Asked, preset: Preset | None, job: Job, inputs: Inputs) ->
     return inputs.note("iteration-s", seconds, "s", "6 x parameters x tokens / (GPUs x peak x mfu), Kaplan et al.")
 
 
-def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node:
+def _node(
+    asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs
+) -> tuple[Node, float, tuple[str, bool]]:
+    """(node, Gb/s of each direction of a mirrored port at the peak, (platform, consent to split directions))."""
     load: float | None = None
+    each, switch = job.port_gbps, ("", False)
     if fabric is not None:
         load = inputs.note("load-gbps", fabric.load_gbps, "Gb/s", "switch plan, the sum of the ports' peaks")
         mirrors = inputs.note("mirrors", fabric.mirrors, "ports", "switch plan")
@@ -230,12 +281,26 @@ def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node
         monitor = inputs.take("monitor-gbps", asked.monitor_gbps, 400.0, "Gb/s", "an example")
         need_positive(monitor, "--monitor-gbps", "Gb/s")
         groups = inputs.take("groups-per-node", asked.groups_per_node, 1, "", "a node for each group")
-        copies = mirrors * (2 if direction == "both" else 1) * job.port_gbps
-        ports = inputs.take("node-ports", asked.node_ports, max(1, groups * ceil(copies / monitor)), "", LINE_RATE)
+        each = inputs.take("peak-gbps", asked.peak_gbps, job.port_gbps, "Gb/s each way", "line rate; measure it")
+        need_positive(each, "--peak-gbps", "Gb/s")
+        need(each <= job.port_gbps, f"{each:g} Gb/s of a port of {job.port_gbps:g}", "--peak-gbps",
+             "at most --port-gbps")
+        platform = inputs.take("switch", asked.switch, "sonic", "", "an example: name yours")
+        need(platform in SWITCHES, f"{platform} is not a platform", "--switch", ", ".join(SWITCHES))
+        switch = platform, inputs.take("split-directions", asked.split_directions, False, "", "no consent to try it")
+        need(mirrors >= 1 and groups >= 1 and mirrors * groups <= MOST_MIRRORED,
+             f"{mirrors} mirrored ports of {groups} groups", "--mirrors",
+             f"1 to {MOST_MIRRORED} for all groups of a node (--groups-per-node)")
+        streams, ways = mirrors * groups, 2 if direction == "both" else 1
+        fewest = fewest_ports(each, monitor, streams, direction, splits(*switch))
+        ports = inputs.take("node-ports", asked.node_ports, fewest or ceil(streams * ways * each / monitor), "",
+                            SWITCH if fewest else "the sum of all copies; no number fits, see the verdict")
+        load = streams * ways * each
     slots = inputs.take("slots", asked.slots, 3, "", "replica.slots of node.toml")
     arenas = inputs.take("arenas", asked.arenas, 4, "", "replica.arenas of node.toml")
     place, update = (1 if cores is None else cores for cores in (asked.place_cores, asked.update_cores))
-    return Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas, load, asked.cores)
+    node = Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas, load, asked.cores)
+    return node, each, switch
 
 
 def _flows(asked: Asked, job: Job, node: Node, inputs: Inputs) -> int:
@@ -243,7 +308,7 @@ def _flows(asked: Asked, job: Job, node: Node, inputs: Inputs) -> int:
     connections = 1 if job.algorithm == "ring" else 3  # to a parent and two children
     streams = ceil(node.mirrors * node.groups / node.ports)
     each = connections * (2 if node.direction == "both" else 1)
-    flows = inputs.take("flows", asked.flows, streams * each * job.channels, "at a port of the node",
+    flows = inputs.take("flows", asked.flows, streams * each * job.channels, "at a node's port",
                         "connections x directions x channels of the mirrored ports that one monitor port carries")
     need(flows >= 1, f"{flows} flows bring nothing", "--flows", "at least 1")
     return flows

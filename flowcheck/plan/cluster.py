@@ -94,7 +94,7 @@ class Cluster:
 DEFAULTS: dict[str, tuple[float | int, str, str]] = {
     "gpus": (1536, "", "FlowCheck, section 8.5: 175B"),
     "gpus_per_server": (8, "", "FlowCheck, section 8.5: 192 servers"),
-    "data_parallel": (24, "", "example: 8 x 8 x 24 GPUs, as `flowcheck plan capacity`"),
+    "data_parallel": (16, "", "FlowCheck, Table 2: 8 x 12 x 16 GPUs, as `flowcheck plan capacity`"),
     "parameters": (175e9, "", "FlowCheck, section 8.5"),
     "state_bytes": (12, "B/parameter", "Gemini, section 2: MT-NLG"),
     "iteration": (15.0, "s", "example: 6 x 175e9 x 1536 x 2048 FLOP at 46 % of 1536 x 312 TFLOP/s"),

@@ -1,8 +1,9 @@
 """What a switch topology says about nodes and ports: the file and the planner of `flowcheck switch plan`.
 
     fabric = fabric_of(Path("topology.yaml"), ranks=8, groups=64)
+    why = leaf_refusal(LeafPorts(...), quick=False)      the same of a leaf that is described by numbers
 
-The same loader and the same plan, so that both commands agree on nodes per leaf.
+The same loader and the same plan, so that both commands agree on nodes per leaf, and on what fits into a port.
 """
 
 from __future__ import annotations
@@ -10,13 +11,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 from flowcheck.errors import UserError, missing_module
 from flowcheck.plan.answer import need
 from flowcheck.plan.loss_law import Direction
 
-__all__ = ["Fabric", "LeafRow", "fabric_of"]
+__all__ = ["SWITCHES", "Fabric", "LeafPorts", "LeafRow", "fabric_of", "leaf_refusal", "splits"]
+
+#: Platforms, as `vendor` of a topology names them.
+SWITCHES = ("comware", "eos", "nxos", "sonic", "sonic-configdb", "cumulus", "junos", "ovs", "tc")
+MOST_PORTS = 1024  # of the leaf that is planned; nodes beyond it are like those before
+RANKS = 64  # of a group, without those that are mirrored
 
 
 @dataclass(frozen=True)
@@ -51,21 +59,16 @@ class Fabric:
 
 def fabric_of(file: Path, ranks: int, groups: int) -> Fabric:
     """Raises UserError for a file that is no topology, a plan that cannot be, and groups that are not the job's."""
+    planner, schema, errors = _planner("--topology")
     try:
-        from switch_configs.errors import PlanError
-        from switch_configs.planning.planner import make_plan
-        from switch_configs.schema import Topology
-    except ImportError as error:
-        raise missing_module(error, "--topology") from None
-    try:
-        topology = Topology.load(file)
+        topology = schema.Topology.load(file)
         for group in topology.groups:
             need(len(group.ranks) == ranks, f"group {group.name} has {len(group.ranks)} ranks, the job's groups have "
                  f"{ranks} (--dp / --shard)", str(file), "give the layout that the topology is of")
         need(len(topology.groups) <= groups, f"{len(topology.groups)} groups, the job has {groups} "
              "(--tp x --pp x --shard)", str(file), "give the layout that the topology is of")
-        plan = make_plan(topology)
-    except PlanError as error:
+        plan = planner.make_plan(topology)
+    except errors.PlanError as error:
         raise UserError(error.what, where=error.where or str(file), remedy=error.remedy) from None
     nics = {(leaf.name, port.port): port for leaf in topology.leaves for port in leaf.ports}
     speeds = [nics[session.leaf, source.port].speed_gbps for session in plan.sessions for source in session.sources]
@@ -91,3 +94,74 @@ def fabric_of(file: Path, ranks: int, groups: int) -> Fabric:
         max(ends.values()), max(speeds), min(session.destination_gbps for session in plan.sessions),
         max(loads.values()), plan.path_mtu, notes,
     )
+
+
+# -- without a topology -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LeafPorts:
+    """The busiest leaf, by numbers. nodes: on it, each with `ports` monitor ports of monitor_gbps, and `groups` groups
+    of `ranks` of which `mirrors` are mirrored there. load_gbps: of each direction of a mirrored port at the peak."""
+
+    switch: str
+    split: bool
+    nodes: int
+    groups: int
+    ranks: int
+    mirrors: int
+    direction: Direction
+    algorithm: str
+    load_gbps: float
+    ports: int
+    monitor_gbps: float
+
+
+def splits(switch: str, consent: bool) -> bool:
+    """May the two directions of a port go to two monitor ports on this platform?"""
+    _planner("--switch")
+    from switch_configs.planning import platform_rules
+
+    return platform_rules.splits(switch, consent)
+
+
+@lru_cache(maxsize=64)
+def leaf_refusal(leaf: LeafPorts, *, quick: bool) -> str:
+    """Why `flowcheck switch plan` would refuse this leaf; empty if it would not. quick: without its long searches."""
+    planner, schema, _ = _planner("--switch")
+    ranks = max(leaf.mirrors, min(leaf.ranks, RANKS))
+    nodes = min(leaf.nodes, max(1, MOST_PORTS // (leaf.groups * ranks)))
+    name = "HundredGigE1/0/{}" if leaf.switch == "comware" else "Ethernet{}"
+    each = leaf.groups * ranks
+    document = {
+        "path_mtu": 4096,
+        "leaves": [{
+            "name": "leaf", "vendor": leaf.switch, "bridge": "br0", "split_directions": leaf.split,
+            "ports": [
+                {"port": name.format(rank + 1), "rank": rank, "host": f"host{rank}", "speed_gbps": leaf.load_gbps}
+                for rank in range(nodes * each)
+            ],
+            "monitor_ports": [
+                {"port": name.format(nodes * each + 1 + node * leaf.ports + port), "node": f"node{node}",
+                 "speed_gbps": leaf.monitor_gbps}
+                for node in range(nodes) for port in range(leaf.ports)
+            ],
+        }],
+        "groups": [
+            {"name": f"dp{group}", "ranks": list(range(group * ranks, (group + 1) * ranks)),
+             "mirror": list(range(group * ranks, group * ranks + leaf.mirrors)), "algorithm": leaf.algorithm}
+            for group in range(nodes * leaf.groups)
+        ],
+    }
+    why: str = planner.refusal(schema.Topology.model_validate(document), leaf.direction, quick=quick)
+    return why
+
+
+def _planner(where: str) -> tuple[ModuleType, ModuleType, ModuleType]:
+    """switch_configs' planner, schema and errors, which need packages of their own."""
+    try:
+        from switch_configs import errors, schema
+        from switch_configs.planning import planner
+    except ImportError as error:
+        raise missing_module(error, where) from None
+    return planner, schema, errors

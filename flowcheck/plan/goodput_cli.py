@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flowcheck.plan.amounts import amount
 from flowcheck.plan.answer import Inputs, Value, need, need_positive
 from flowcheck.plan.cluster import DEFAULTS
 from flowcheck.plan.output import JsonOption, PlotOption, publish
@@ -18,7 +19,9 @@ __all__ = [
 
 ScaleOption = Annotated[str, typer.Option("--scale", help="175b, 530b, 1t or 405b: that job, as in capacity.")]
 GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs of the job.")]
-ParametersOption = Annotated[float | None, typer.Option("--parameters", help="Parameters of the model.")]
+ParametersOption = Annotated[
+    float | None, typer.Option("--parameters", help="Of the model: 7e9, 70B.", parser=amount, metavar="NUMBER")
+]
 IterationOption = Annotated[float | None, typer.Option("--iteration", help="Seconds of an iteration.")]
 FailuresOption = Annotated[float | None, typer.Option("--failures-per-day", help="Failures of the whole job.")]
 ServerPriceOption = Annotated[float | None, typer.Option("--server-price", help="$ per hour of a trainers' server.")]

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from flowcheck.plan import loss_law as law
+from flowcheck.plan.amounts import amount
 from flowcheck.plan.answer import (
     Answer,
     Grid,
@@ -44,9 +45,14 @@ def loss(
     mirrors: Annotated[int | None, typer.Option("--mirrors", help="Mirrored ports (hosts) of the group.")] = None,
     loss: Annotated[float | None, typer.Option("--loss", help="Probability that the mirror loses a copy.")] = None,
     packets: Annotated[
-        float | None, typer.Option("--packets", help="Reduced packets of an iteration. Default: from --parameters.")
+        float | None,
+        typer.Option("--packets", help="Reduced packets of an iteration. Default: from --parameters.", parser=amount,
+                     metavar="NUMBER"),
     ] = None,
-    parameters: Annotated[float | None, typer.Option("--parameters", help="Parameters of the group's model.")] = None,
+    parameters: Annotated[
+        float | None,
+        typer.Option("--parameters", help="Of the group's model: 7e9, 70B.", parser=amount, metavar="NUMBER"),
+    ] = None,
     direction: Annotated[
         law.Direction | None, typer.Option("--direction", help="What is copied of a port.")
     ] = None,

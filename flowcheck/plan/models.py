@@ -12,11 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from flowcheck.plan.followed import Layout
+
 __all__ = ["LARGE", "PRESETS", "SMALL", "Preset", "flops_seconds"]
 
 GPT = "Narayanan et al., SC'21, table 1"
 A100 = "NVIDIA A100 data sheet, dense bf16"
 LLAMA = "Llama 3, 2024, table 4"
+TABLE_2 = "FlowCheck, Table 2: 8 x 12 x 16, 96 groups"
 ASSUMED = "assumed: the paper does not say"
 
 
@@ -24,7 +27,7 @@ ASSUMED = "assumed: the paper does not say"
 class Preset:
     """A job. tp, pp, dp: tensor-, pipeline- and data-parallel ranks. tokens: of an iteration. peak_tflops: of a GPU.
     mfu: share of it that the job reaches. port_gbps: of each GPU's NIC. dtype: of the gradients on the wire. protocol:
-    NCCL's. sources: of the fields that no one states in one place."""
+    NCCL's. layout: what reduces them. sources: of the fields that no one states in one place."""
 
     title: str
     parameters: float
@@ -37,6 +40,7 @@ class Preset:
     port_gbps: float
     dtype: str
     protocol: str
+    layout: Layout
     sources: Mapping[str, str]
 
     @property
@@ -53,7 +57,8 @@ def _small(title: str, parameters: float, tokens: float, where: str, batch: str)
         "port-gbps": "FlowCheck, section 9: 400", "protocol": "FlowCheck reads LL",
         "dtype": "DDP's without a communication hook",
     }
-    return Preset(title, parameters, 1, 1, 8, tokens, 312, 0.4, 400, "float32", "ll", sources)
+    sources["layout"] = "FlowCheck's evaluation: data parallelism alone"
+    return Preset(title, parameters, 1, 1, 8, tokens, 312, 0.4, 400, "float32", "ll", "ddp", sources)
 
 
 def _large(
@@ -63,9 +68,11 @@ def _large(
     fp32 = "Megatron-LM accumulates and reduces in float32"
     base = {
         "parameters": "FlowCheck, section 8.5", "peak-tflops": A100, "dtype": fp32,
-        "protocol": "NCCL's for large calls, nccl-wire 3.4",
+        "protocol": "NCCL's for large calls, nccl-wire 3.4", "layout": "Megatron-LM's three kinds of parallelism",
     }
-    return Preset(title, parameters, *layout, tokens, peak, mfu, port, "float32", "simple", {**base, **where})
+    return Preset(
+        title, parameters, *layout, tokens, peak, mfu, port, "float32", "simple", "megatron", {**base, **where}
+    )
 
 
 PRESETS = {
@@ -82,9 +89,8 @@ PRESETS = {
         "Llama2-7B", 7e9, 4e6, "Touvron et al., 2023", "Touvron et al., 2023: 4 million"
     ),
     "175b": _large(
-        "175B on 1536 GPUs", 175e9, (8, 8, 24), 1536 * 2048, 0.47,
-        {"tp": f"{GPT}, its 145.6B on 1536", "pp": f"{GPT}, its 145.6B on 1536",
-         "dp": "1536 / (tp x pp)", "tokens": "Brown et al., 2020: 3.2 million",
+        "175B on 1536 GPUs", 175e9, (8, 12, 16), 1536 * 2048, 0.47,
+        {"tp": TABLE_2, "pp": TABLE_2, "dp": TABLE_2, "tokens": "Brown et al., 2020: 3.2 million",
          "mfu": f"{GPT}, its 145.6B: 148 of 312"},
     ),
     "530b": _large(

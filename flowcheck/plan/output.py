@@ -81,10 +81,6 @@ def print_answer(answer: Answer, console: Console) -> None:
 
     say(answer.question)
     say("")
-    names = [Column("input"), Column("value", number=True), Column("unit"), Column("where from", folds=True)]
-    rows = [(row.name, shown(row.value), row.unit, row.source) for row in answer.inputs]
-    if rows:
-        print_table(console, names, rows)
     names = [Column("result", folds=True), Column("value", number=True), Column("unit"), Column("source", folds=True)]
     rows = [(row.name, shown(row.value), row.unit, row.source) for row in answer.results]
     if rows:
@@ -93,6 +89,10 @@ def print_answer(answer: Answer, console: Console) -> None:
         _print_grid(console, grid)
         if grid.source:
             say(f"source: {grid.source}\n")
+    names = [Column("input"), Column("value", number=True), Column("unit"), Column("where from", folds=True)]
+    rows = [(row.name, shown(row.value), row.unit, row.source) for row in answer.inputs]
+    if rows:
+        print_table(console, names, rows)
     if answer.verdict:
         say(answer.verdict)
     for note in answer.notes:

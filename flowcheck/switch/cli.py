@@ -228,11 +228,13 @@ def diff(
 @_mapped
 def apply(
     plan_file: PlanArgument, leaf: LeafOption = None, commit: CommitOption = False, yes: YesOption = False,
-    save: Annotated[bool, typer.Option("--save", help="Also keep it over a reboot of the switch.")] = False,
+    save: Annotated[
+        bool, typer.Option("--save", help="Also keep it over a reboot of the switch. Some do without (Cumulus 5.9).")
+    ] = False,
     user: UserOption = None, known_hosts: KnownOption = None, key: KeyOption = None,
 ) -> None:
     """Show what would be typed; with --commit type it, read it back, and undo it if it does not take."""
-    from switch_configs.vendors.render import timed_undo, verified
+    from switch_configs.vendors.render import kept, timed_undo, verified
 
     with (
         handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken back as after Ctrl-C
@@ -246,6 +248,7 @@ def apply(
             typer.echo(f"  {verified(manager.session.vendor)}")
             timer = timed_undo(manager.session.vendor)
             typer.echo(f"  timed undo: {timer or 'none on this platform; a failure is undone by flowcheck'}")
+            typer.echo(f"  kept over a reboot: {kept(manager.session.vendor)}")
             for line in difference.commands:
                 typer.echo(f"    {line}")
             if not commit:

@@ -105,13 +105,16 @@ def _directions(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
     if seen or lacking:
         yield Check(
             "ranks and directions", not lacking,
-            f"complete: {', '.join(map(str, sorted(seen))) or 'none'}" + (f"; {'; '.join(lacking)}" if lacking else ""),
+            f"complete: {', '.join(map(str, sorted(set(seen)))) or 'none'}"
+            + (f"; {'; '.join(lacking)}" if lacking else ""),
             f"{lacking[0]}: `flowcheck switch show`, then apply again" if lacking else "",
         )
     if nameless:
         ranks = sorted({rank for several in ranks_of(found["connections"]).values() for rank in several})
         single = alone(found)
-        both = any(session.direction == "both" for session in plan.sessions)
+        copied = [(session.leaf, port, way) for session in plan.sessions for port in session.ports
+                  for way in session.ways]
+        both = len(copied) > len({(leaf, port) for leaf, port, _ in copied})
         yield Check(
             "both directions", not both or (bool(found["connections"]) and not single),
             f"{len(found['connections'])} connections in both directions, {len(single)} flows in one; "

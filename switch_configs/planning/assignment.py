@@ -87,10 +87,10 @@ class _Spent(Exception):
     """The exact search has used its steps up."""
 
 
-def assign(wishes: Sequence[Wish], ports: MonitorPorts, everywhere: Place) -> Arrangement:
+def assign(wishes: Sequence[Wish], ports: MonitorPorts, everywhere: Place, *, greedy: bool = False) -> Arrangement:
     """Deal ports to every group, as the module's text says. everywhere: all nodes, for hosts that are mirrored though
-    their group's place has no room for them."""
-    return _Search(wishes, ports, everywhere).run()
+    their group's place has no room for them. greedy: the first step alone."""
+    return _Search(wishes, ports, everywhere).run(greedy=greedy)
 
 
 class _Search:
@@ -101,9 +101,11 @@ class _Search:
         self.moves = self.steps = 0
         self.spent = 0  # of self.steps, before the set of groups that is searched now
 
-    def run(self) -> Arrangement:
+    def run(self, *, greedy: bool) -> Arrangement:
         for one in sorted(range(len(self.wishes)), key=self._order):
             self.held[one] = self._best(one)
+        if greedy:
+            return Arrangement(self.held, proven=not self._worse(range(len(self.wishes))), steps=0)
         if self._worse(range(len(self.wishes))):
             self._move()
         proven = True
@@ -212,7 +214,7 @@ class _Search:
                 other for other, holding in enumerate(self.held)
                 if other != one and holding is not None and any(
                     leaf.name in leaves and port.node in place.nodes
-                    for deals in holding.deals.values() for leaf, _, port in deals
+                    for deals in holding.deals.values() for leaf, _, ends in deals for _, port in ends
                 )
             ]
             for out in [[rival] for rival in rivals] + ([rivals] if len(rivals) > 1 else []):
@@ -339,13 +341,13 @@ class _Search:
             then(deals)
             return
         index, (leaf, nic), place = cables[len(dealt)]
-        there = self.ports.destination(leaf.name, nic.port)
-        if there is None:
+        there = self.ports.ends(leaf.name, nic.port)
+        if not there:
             options = self.ports.fitting(place, leaf, [nic])
         else:
-            options = [there] if there.node in place.nodes else []
-        for port in options:
-            deal = self.ports.deal(leaf, nic, port)
+            options = [there] if all(port.node in place.nodes for _, port in there) else []
+        for ends in options:
+            deal = self.ports.deal(leaf, nic, ends)
             try:
                 self._deal_all(cables, (*dealt, (index, deal)), then)
             finally:

@@ -2,19 +2,22 @@
 
 Worked out from the sessions alone, whatever chose them. A host counts for a node when the copies of all its NICs end
 there: which of them a ring or tree uses is NCCL's affair. So a lost mirrored port takes its host out, and a lost
-monitor port all hosts that have a copy going through it. A monitor port stands for its cable and the node's port, too.
+monitor port what of every host goes through it: all, or one direction. A monitor port stands for its cable and the
+node's port, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from switch_configs.planning.coverage import Views
 from switch_configs.planning.hosts import Members, Unit
-from switch_configs.schema import GroupChoice, MirrorSession, NodeShare, Topology
+from switch_configs.schema import Direction, GroupChoice, MirrorSession, NodeShare, Topology, ways_of
 
 __all__ = ["describe", "shares_of"]
 
 NAMED = 6  # ports in a line for people; the plan has them all
+Copies = dict[tuple[str, str], list[MirrorSession]]  # (leaf, mirrored port) -> sessions that copy it
 
 
 def shares_of(
@@ -22,42 +25,58 @@ def shares_of(
 ) -> list[NodeShare]:
     """Every node that gets anything of the group alone, those that survive most first; then nodes that count together:
     peers of which two or more get something, or all nodes if their captures are joined."""
-    ends = {(session.leaf, port): session for session in sessions for port in session.ports}
+    copies: Copies = {}
+    for session in sessions:
+        for port in session.ports:
+            copies.setdefault((session.leaf, port), []).append(session)
     used = {leaf_nic for unit in units for leaf_nic in ((leaf.name, nic.port) for leaf, nic in unit.nics)}
-    nodes = list(dict.fromkeys(session.node for end, session in ends.items() if end in used))
-    alone = [_share([node], members, units, ends) for node in nodes]
+    nodes = list(dict.fromkeys(session.node for end, some in copies.items() if end in used for session in some))
+    alone = [_share([node], members, units, copies) for node in nodes]
     alone.sort(key=lambda share: -share.survives)
     sets = [nodes] if joined else [[node for node in peers if node in nodes] for peers in topology.peers]
-    return alone + [_share(some, members, units, ends) for some in sets if len(some) > 1]
+    return alone + [_share(some, members, units, copies) for some in sets if len(some) > 1]
 
 
-def _share(
-    nodes: list[str], members: Members, units: Sequence[Unit], ends: dict[tuple[str, str], MirrorSession]
-) -> NodeShare:
-    through: dict[str, set[str]] = {}  # mirrored or monitor port -> hosts whose copies need it
-    monitor: list[str] = []
-    whole = []
+def _share(nodes: list[str], members: Members, units: Sequence[Unit], copies: Copies) -> NodeShare:
+    ends: list[str] = []  # monitor ports
+    mirrored: dict[str, str] = {}  # mirrored port that has a copy there -> its host
     for unit in units:
-        sessions = {(leaf.name, nic.port): ends[leaf.name, nic.port] for leaf, nic in unit.nics}
-        for (leaf, port), session in sessions.items():
-            if session.node in nodes:
-                end = f"{session.leaf} {session.destination}"
-                monitor += [end] if end not in monitor else []
-                for name in (f"{leaf} {port}", end):
-                    through.setdefault(name, set()).add(unit.host)
-        if all(session.node in nodes for session in sessions.values()):
-            whole.append(unit)
+        for leaf, nic in unit.nics:
+            for session in copies[leaf.name, nic.port]:
+                if session.node in nodes:
+                    end = f"{session.leaf} {session.destination}"
+                    ends += [end] if end not in ends else []
+                    mirrored[f"{leaf.name} {nic.port}"] = unit.host
+    whole = [unit for unit in units if _view(unit, nodes, copies) == members.way]
     lacks = members.lacking(whole) if whole else "it has no host's ports all: which of them carry what is NCCL's affair"
     spared: list[str] = []
     needed: list[str] = []
-    for port, hosts in through.items():
-        left = [unit for unit in whole if unit.host not in hosts]
-        (needed if lacks or members.lacking(left) else spared).append(port)
+    for port in [*mirrored, *ends]:
+        left = [unit for unit in whole if unit.host != mirrored.get(port)]
+        seen = {unit.host: _view(unit, nodes, copies, without=port) for unit in left}
+        views: Views = {host: view for host, view in seen.items() if view is not None}
+        (needed if lacks or members.coverage.missing(views) else spared).append(port)
     return NodeShare(
-        nodes=nodes, ports=monitor, ranks=[rank for unit in whole for rank in unit.ranks], complete=not lacks,
+        nodes=nodes, ports=ends, ranks=[rank for unit in whole for rank in unit.ranks], complete=not lacks,
         survives=members.tolerance(whole), spared=[] if lacks else spared, needed=[] if lacks else needed,
         lacks=lacks[:300],
     )
+
+
+def _view(unit: Unit, nodes: Sequence[str], copies: Copies, without: str = "") -> Direction | None:
+    """What of a host these nodes see for certain: the directions in which all its NICs are copied to them. without: a
+    monitor port that is lost."""
+    seen = [
+        {
+            way for session in copies[leaf.name, nic.port] if session.node in nodes
+            and f"{session.leaf} {session.destination}" != without for way in session.ways
+        }
+        for leaf, nic in unit.nics
+    ]
+    certain = set.intersection(*seen) if seen else set()
+    if len(certain) == len(ways_of("both")):
+        return "both"
+    return next(iter(certain), None)
 
 
 def describe(choice: GroupChoice, *, joined: bool) -> list[str]:

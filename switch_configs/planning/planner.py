@@ -23,8 +23,9 @@ from switch_configs.planning.assignment import Holding, Wish, assign
 from switch_configs.planning.completeness import describe, shares_of
 from switch_configs.planning.coverage import duplicates
 from switch_configs.planning.hosts import Members, Place, Unit, cables_of, places_of, unreachable
-from switch_configs.planning.monitor_ports import MonitorPorts
-from switch_configs.planning.platform_rules import check_destination, check_plan, session_numbers
+from switch_configs.planning.monitor_ports import MonitorPorts, gbps
+from switch_configs.planning.platform_rules import check_destination, check_plan, session_numbers, split_basis
+from switch_configs.planning.shortage import Wanted, cheapest, what_lacks
 from switch_configs.schema import (
     Direction,
     Group,
@@ -36,11 +37,13 @@ from switch_configs.schema import (
     NicPort,
     Source,
     Topology,
+    ways_of,
 )
 
-__all__ = ["DEFAULT_REDUNDANCY", "make_plan"]
+__all__ = ["DEFAULT_REDUNDANCY", "make_plan", "refusal"]
 
 DEFAULT_REDUNDANCY = 3  # GPUs per group, as the FlowCheck paper recommends
+SPLIT = "each direction of its sources has a monitor port of its own"
 
 
 def make_plan(
@@ -57,6 +60,40 @@ def make_plan(
     for leaf in topology.leaves:
         for port in leaf.monitor_ports:
             check_destination(leaf, port, topology.path_mtu)
+
+    def fits(changed: Topology, wanted: Wanted) -> bool:
+        try:
+            _made(changed, wanted.redundancy, wanted.direction, joined=joined, greedy=True)
+        except PlanError:
+            return False
+        return True
+
+    try:
+        return _made(topology, redundancy, direction, joined=joined)
+    except _NoRoom as error:
+        changes = cheapest(topology, Wanted(redundancy, direction), fits, DEFAULT_REDUNDANCY)
+        if not changes:
+            raise
+        several = "cheapest first: " if len(changes) > 1 else ""
+        known = "; or give peak_gbps of the ports, if their load is known to be lower"
+        raise PlanError(error.what, where=error.where, remedy=several + "; or ".join(changes) + known) from None
+
+
+def refusal(topology: Topology, direction: Direction, *, quick: bool = False) -> str:
+    """Why make_plan() would refuse this direction; empty if it would not. Without changes that would help. quick: it
+    may refuse what a longer search finds."""
+    try:
+        _made(topology, None, direction, joined=False, greedy=quick)
+    except PlanError as error:
+        return error.what
+    return ""
+
+
+def _made(
+    topology: Topology, redundancy: int | None, direction: Direction | None, *, joined: bool, greedy: bool = False
+) -> MirrorPlan:
+    """make_plan() of a topology whose destinations are checked. greedy: without the searches that take seconds. Raises
+    _NoRoom where other monitor ports would do."""
     ways: tuple[Direction, ...] = (direction,) if direction else ("both", "ingress", "egress")
     best: MirrorPlan | None = None
     refused: list[PlanError] = []
@@ -69,7 +106,7 @@ def make_plan(
 
     for way in ways:
         try:
-            plan = _Planner(topology, wanted, way, strict=redundancy is not None, joined=joined).plan()
+            plan = _Planner(topology, wanted, way, strict=redundancy is not None, joined=joined).plan(greedy=greedy)
         except _Overload as error:
             tried.append(f"{way}: {error}")
             overloaded = True
@@ -90,11 +127,15 @@ def make_plan(
         return best
     if refused and (direction or not overloaded):
         raise refused[0]
-    raise PlanError(
+    raise _NoRoom(
         "the monitor ports cannot carry the copies: " + "; ".join(tried),
         remedy="add monitor ports, lower --redundancy, or give peak_gbps of the ports if their load is known to be "
         "lower",
     )
+
+
+class _NoRoom(PlanError):
+    """With more or faster monitor ports, or less to be copied, there would be a plan."""
 
 
 class _Overload(Exception):
@@ -112,9 +153,9 @@ class _Planner:
         self.everywhere = Place((node for place in self.places for node in place.nodes), topology, together=True)
         self.ports = MonitorPorts(topology, way)
 
-    def plan(self) -> MirrorPlan:
+    def plan(self, *, greedy: bool) -> MirrorPlan:
         wishes = [self._wish(group) for group in self.topology.groups]
-        arrangement = assign(wishes, self.ports, self.everywhere)
+        arrangement = assign(wishes, self.ports, self.everywhere, greedy=greedy)
         notes: list[str] = []
         chosen = []
         for wish, holding in zip(wishes, arrangement.holdings, strict=True):
@@ -251,15 +292,11 @@ class _Planner:
         leaf = max((leaf for leaf in self.topology.leaves if leaf.name in wanted), key=lambda x: len(wanted[x.name]))
         its = {nic.port for unit in own for there, nic in unit.nics if there is leaf}
         nics = wanted[leaf.name] | {nic.port: nic for nic in self.ports.mirrored(leaf.name) if nic.port not in its}
-        total = self.ports.gbps(list(nics.values()))
-        have = sum(port.speed_gbps for port in leaf.monitor_ports)
-        text = (f"{leaf.name}: {len(nics)} sources need {total:g} Gb/s, {len(leaf.monitor_ports)} monitor ports carry "
-                f"{have:g}")
-        return _Overload(text if total > have else text + ", and no dealing of hosts to ports and sessions fits")
+        return _Overload(what_lacks(self.topology, self.way, leaf, list(nics.values())))
 
     def _too_fragile(self, wish: Wish, choice: GroupChoice) -> PlanError:
         share = max(choice.shares, key=lambda share: share.survives)
-        return PlanError(
+        return _NoRoom(
             f"no node is complete with any {self.target} mirrored GPUs lost; the best, {' and '.join(share.nodes)} "
             f"({_some(share.ports)}), survives {choice.survives}", where=f"group {choice.group}",
             remedy=f"give --redundancy {choice.survives + 1}, or a faster monitor port",
@@ -287,35 +324,41 @@ class _Planner:
         return [session for leaf in self.topology.leaves for session in self._of_leaf(leaf, reasons, copies)]
 
     def _of_leaf(self, leaf: Leaf, reasons: dict[tuple[str, str], list[str]], copies: float) -> Iterator[MirrorSession]:
-        step = session_numbers(leaf.vendor, self.way)
         used = [port for port in leaf.monitor_ports if self.ports.sources(leaf.name, port.port)]
+        number = leaf.session_number
         for index, port in enumerate(used):
-            nics = self.ports.sources(leaf.name, port.port)
-            yield self._session(leaf, port, nics, reasons, index, leaf.session_number + index * step, copies)
+            yield self._session(leaf, port, reasons, index, number, copies)
+            number += session_numbers(leaf.vendor, self.ports.direction(leaf.name, port.port))
 
     def _session(
-        self, leaf: Leaf, port: MonitorPort, nics: list[NicPort], reasons: dict[tuple[str, str], list[str]],
-        index: int, number: int, copies: float,
+        self, leaf: Leaf, port: MonitorPort, reasons: dict[tuple[str, str], list[str]], index: int, number: int,
+        copies: float,
     ) -> MirrorSession:
+        way = self.ports.direction(leaf.name, port.port)
+        nics = self.ports.sources(leaf.name, port.port)
         nics = sorted(nics, key=lambda n: [int(p) if p.isdecimal() else 0 for p in n.port.replace(".", "/").split("/")])
         sources = [
             Source(port=n.port, rank=n.rank, rail=n.rail, speed_gbps=n.speed_gbps, address=n.address,
                    why=f"rank {n.rank} (rail {n.rail}) of {n.host}, for {', '.join(reasons[leaf.name, n.port])}"[:300])
             for n in nics
         ]
-        load = self.ports.gbps(nics)
-        factor = "in both directions" if self.way == "both" else self.way
+        load = gbps(nics, way)
+        factor = "in both directions" if way == "both" else way
         why = [f"{len(sources)} sources {factor} add up to {load:g} Gb/s; {port.port} carries {port.speed_gbps:g} Gb/s "
                f"to node {port.node}"]
         if any(n.peak_gbps is not None for n in nics):
-            full = sum(n.speed_gbps for n in nics) * self.ports.factor
+            full = sum(n.speed_gbps for n in nics) * len(ways_of(way))
             why.append(f"the sum trusts peak_gbps; at line rate it is {full:g} Gb/s")
+        if way != self.way:
+            others = {end.port for n in nics for _, end in self.ports.ends(leaf.name, n.port)} - {port.port}
+            why.append(f"{SPLIT}, the other one goes to {_some(sorted(others))} ({split_basis(leaf.vendor)})"[:300])
         base = self.topology.session
         return MirrorSession(
             leaf=leaf.name, vendor=leaf.vendor, name=base if index == 0 else f"{base[:29]}-{index + 1}", number=number,
-            direction=self.way, sources=sources, destination=port.port, destination_gbps=port.speed_gbps,
+            direction=way, sources=sources, destination=port.port, destination_gbps=port.speed_gbps,
             node=port.node, mtu=port.mtu, load_gbps=load, copies=round(copies, 4), why=why, address=leaf.address,
             ssh_port=leaf.ssh_port, bridge=leaf.bridge, netns=leaf.netns, ovs_rundir=leaf.ovs_rundir,
+            split_directions=leaf.split_directions,
         )
 
 

@@ -8,19 +8,29 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from switch_configs.errors import PlanError
-from switch_configs.schema import Direction, Leaf, MirrorPlan, MirrorSession, MonitorPort, frame_bytes
+from switch_configs.schema import Direction, Leaf, MirrorPlan, MirrorSession, MonitorPort, frame_bytes, ways_of
 
 __all__ = [
-    "check_destination", "check_plan", "most_sessions", "most_source_characters", "refusals", "session_numbers",
+    "SPLITS", "check_destination", "check_plan", "clashing", "most_source_characters", "no_room", "refusals",
+    "session_numbers", "split_basis", "splits",
 ]
 
 SESSION_LIMITS = {"nxos": 4, "junos": 4, "ovs": 32}
 NUMBERS = {"comware": (1, 15), "nxos": (1, 32), "cumulus": (0, 7), "tc": (0, 255)}  # tc: a byte of our mark
 JUNOS_ANALYZERS = 2  # that mirror one direction, on QFX
 SONIC_CHARACTERS = 2048  # of the list of source ports
+#: Where ingress of a port may be in one session and egress in another, and who says so. Of Cumulus, EOS and Comware
+#: nobody does: the leaf's split_directions is consent to try.
+SPLITS = {
+    "nxos": "Configuring SPAN allows it without filters; not tried on a device",
+    "junos": "its configuration model has it; what hardware does is not known",
+    "sonic": "its CLI allows it since 202106; not tried on a device",
+    "sonic-configdb": "SONiC keeps one session for each direction of a port; not tried on a device",
+    "ovs": "run", "tc": "run",
+}
 CARD = re.compile(r"^([A-Za-z-]+)(\d+(?:/\d+)*)/\d+$")
 
 
@@ -46,21 +56,45 @@ def check_destination(leaf: Leaf, port: MonitorPort, path_mtu: int) -> None:
                         "dropped without an error", where=where, remedy="set its MTU to 9216")
 
 
-def most_sessions(leaf: Leaf, way: Direction) -> int | None:
-    """How many sessions of this direction the leaf has room for, beginning at its session_number; None: no limit is
-    known. The same limits as in refusals(), said before a plan is made."""
-    limits = []
-    if leaf.vendor in SESSION_LIMITS:
-        limits.append(SESSION_LIMITS[leaf.vendor])
-    if leaf.vendor == "nxos" and way == "both":
-        limits.append(3)  # the fourth is receive only
-    if leaf.vendor == "junos":
-        limits.append(JUNOS_ANALYZERS)
-    if leaf.vendor in NUMBERS:
-        _, high = NUMBERS[leaf.vendor]
-        # one at least: that its number is out of range is for refusals() to say
-        limits.append(max(1, (high + 1 - leaf.session_number) // session_numbers(leaf.vendor, way)))
-    return min(limits) if limits else None
+def split_basis(vendor: str) -> str:
+    """Who says that two sessions may copy the two directions of a port on this platform."""
+    return SPLITS.get(vendor, f"nobody says that {vendor} can: by consent (split_directions)")
+
+
+def splits(vendor: str, consent: bool) -> bool:
+    """May two sessions copy one port, one of them its ingress and the other its egress? consent: split_directions."""
+    return consent or vendor in SPLITS
+
+
+def clashing(vendor: str, consent: bool, one: Collection[str], other: Collection[str]) -> bool:
+    """Do two sessions with a common source disturb each other? one, other: the directions of it that they copy."""
+    return bool(set(one) & set(other)) or not splits(vendor, consent)
+
+
+def no_room(vendor: str, ways: Mapping[Direction, int], number: int | None = None) -> tuple[str, str]:
+    """(why a leaf cannot have sessions of these directions, remedy); empty if it can.
+
+    ways: how many sessions of each direction. number: of the first session, where the others are to follow it.
+    """
+    count = sum(ways.values())
+    limit = SESSION_LIMITS.get(vendor)
+    if limit is not None and count > limit:
+        return f"{count} sessions, {vendor} has {limit}", "use fewer destinations"
+    if vendor == "nxos" and ways.get("both", 0) >= 3 and count > 3 and ways.get("ingress", 0) != count - 3:
+        return "after three sessions in both directions the fourth is receive only", "use three destinations"
+    if vendor == "junos":
+        for way in ("ingress", "egress"):
+            analyzers = sum(some for kind, some in ways.items() if way in ways_of(kind))
+            if analyzers > JUNOS_ANALYZERS:
+                return (f"{analyzers} analyzers mirror {way}, QFX has {JUNOS_ANALYZERS}",
+                        "use two destinations, or one direction each")
+    if number is not None and vendor in NUMBERS and count > 1:  # that of one is for _session() to say
+        high = NUMBERS[vendor][1]
+        last = number + sum(some * session_numbers(vendor, kind) for kind, some in ways.items()) - 1
+        if last > high:
+            return (f"{count} sessions from number {number} on need numbers up to {last}, {vendor} has {high}",
+                    "set session_number of the leaf, or use fewer destinations")
+    return "", ""
 
 
 def session_numbers(vendor: str, way: Direction) -> int:
@@ -128,27 +162,34 @@ def _together(leaf: str, sessions: Sequence[MirrorSession]) -> Iterator[tuple[st
         if session.vendor != vendor:
             yield leaf, f"sessions for {vendor} and for {session.vendor} on one switch", "give the leaf one vendor"
     for what, names in (
-        ("session name", [s.name for s in sessions]),
-        ("destination", [s.destination for s in sessions]),
-        ("source port", [port for s in sessions for port in set(s.ports)]),
+        ("session name", [s.name for s in sessions]), ("destination", [s.destination for s in sessions])
     ):
         for name, count in Counter(names).items():
             if count > 1:
                 yield leaf, f"{what} {name} is used by {count} sessions", "use it once"
-    limit = SESSION_LIMITS.get(vendor)
-    if limit is not None and len(sessions) > limit:
-        yield leaf, f"{len(sessions)} sessions, {vendor} has {limit}", "use fewer destinations"
-    both = sum(s.direction == "both" for s in sessions[:3])
-    if vendor == "nxos" and both == 3 and any(s.direction != "ingress" for s in sessions[3:]):
-        yield leaf, "after three sessions in both directions the fourth is receive only", "use three destinations"
-    if vendor == "junos":
-        for way in ("ingress", "egress"):
-            count = sum(way in s.ways for s in sessions)
-            if count > JUNOS_ANALYZERS:
-                yield (
-                    leaf, f"{count} analyzers mirror {way}, QFX has {JUNOS_ANALYZERS}",
-                    "use two destinations, or one direction each",
-                )
+    yield from _shared_sources(leaf, sessions)
+    why, remedy = no_room(vendor, Counter(s.direction for s in sessions))
+    if why:
+        yield leaf, why, remedy
     numbers = [s.number + i for s in sessions for i in range(session_numbers(vendor, s.direction))]
     if vendor in NUMBERS and len(set(numbers)) != len(numbers):
         yield leaf, "two sessions need one session number", "give them numbers of their own"
+
+
+def _shared_sources(leaf: str, sessions: Sequence[MirrorSession]) -> Iterator[tuple[str, str, str]]:
+    uses: dict[str, list[MirrorSession]] = {}
+    for session in sessions:
+        for port in set(session.ports):
+            uses.setdefault(port, []).append(session)
+    for port, some in uses.items():
+        ways = [way for session in some for way in session.ways]
+        twice = [way for way, count in Counter(ways).items() if count > 1]
+        if twice:
+            yield (leaf, f"source port {port} is used by {len(some)} sessions, which both copy its {twice[0]}",
+                   "use it once, or ingress in one session and egress in the other")
+        elif len(some) > 1 and not all(splits(session.vendor, session.split_directions) for session in some):
+            yield (
+                leaf, f"source port {port} is used by {len(some)} sessions, one for each direction: nobody says that "
+                f"{some[0].vendor} can",
+                "use it once; or give the leaf split_directions: true, which is consent to try",
+            )

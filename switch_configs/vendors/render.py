@@ -27,7 +27,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from switch_configs.schema import Direction, MirrorSession
 
-__all__ = ["OWNER", "PAGES", "SECTIONS", "TC_ADDED", "Rendering", "cookie", "render", "tc_prio", "text",
+__all__ = ["OWNER", "PAGES", "SECTIONS", "TC_ADDED", "Rendering", "cookie", "kept", "render", "tc_prio", "text",
            "timed_undo", "verified"]
 
 SECTIONS = ("apply", "confirm", "show", "remove", "abort", "rollback", "save")
@@ -64,6 +64,16 @@ WARNINGS = {
     "comware": "Status must be Active; Incomplete means that a half is missing.",
     "sonic": "A session cannot be edited: remove it and add it. The truth is STATE_DB, not CONFIG_DB.",
     "sonic-configdb": "A session cannot be edited: remove it and add it. The truth is STATE_DB, not CONFIG_DB.",
+}
+#: What a reboot of the switch leaves of what was applied.
+KEPT = {
+    "comware": "only after `save force`", "eos": "only after `write memory`",
+    "nxos": "only after `copy running-config startup-config`",
+    "sonic": "only after `config save`, which saves everybody's other changes, too",
+    "sonic-configdb": "only after `config save`, which saves everybody's other changes, too",
+    "cumulus": "Cumulus Linux 5.9 and later save by themselves what is applied (auto-save), so `nv config save` is not "
+    "needed there and leaving it out does not make the session go away; 5.8 and earlier only after `nv config save`",
+    "junos": "yes, by the commit", "ovs": "yes, by its database", "tc": "no: it is gone",
 }
 TIMED_UNDO = {"eos": "commit timer", "junos": "commit confirmed", "cumulus": "nv config apply --confirm"}
 COMMENT = {"eos": "!", "nxos": "!"}
@@ -116,6 +126,11 @@ def verified(vendor: str) -> str:
     return VERIFIED.get(vendor, NOT_VERIFIED)
 
 
+def kept(vendor: str) -> str:
+    """Whether what was applied is there after a reboot of the switch."""
+    return KEPT[vendor]
+
+
 def timed_undo(vendor: str) -> str:
     """The platform's command that undoes an unconfirmed change by itself, or ""."""
     return TIMED_UNDO.get(vendor, "")
@@ -132,6 +147,7 @@ def _header(s: MirrorSession) -> tuple[str, ...]:
         f"Follows: {PAGES[s.vendor]}",
         f"Verified: {verified(s.vendor)}",
         f"Timed undo: {undo}",
+        f"Kept over a reboot: {kept(s.vendor)}",
         f"Note: {WARNINGS[s.vendor]}",
     )
 

@@ -288,7 +288,10 @@ def tc(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> 
                     copies += action["stats"]["packets"]
                     lost += action["stats"]["overlimits"]
                 elif mark.startswith(OWNER.encode().hex()):
-                    continue  # another session of ours, or the other direction, which u32 lists here too
+                    # another session of ours, or the other direction, which u32 lists here too. A qdisc is all of
+                    # ours alike, whichever session came first: the last to go takes it along
+                    if mark.endswith(TC_ADDED) and port not in mine.added:
+                        mine.added.append(port)
                 elif action["kind"] == "mirred" or entry["pref"] == tc_prio(session):
                     foreign = _foreign(port, way, entry["pref"], action, session)
                     others.setdefault((port, action.get("index", 0)), foreign)
@@ -300,7 +303,7 @@ def tc(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> 
         mine.active = not mine.reason
     elif gone := [port for port in session.ports if port not in links]:
         mine.reason = f"source device {gone[0]} is not there"
-    return [mine, *others.values()] if mine.exists else [*others.values()]
+    return [mine, *others.values()] if mine.exists or mine.added else [*others.values()]
 
 
 def _foreign(port: str, way: str, pref: int, action: dict[str, Any], session: MirrorSession) -> SessionState:

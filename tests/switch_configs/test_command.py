@@ -255,6 +255,24 @@ def test_each_fault_is_named(survey: dict) -> None:
     ]
 
 
+def test_directions_that_go_to_two_monitor_ports_are_judged_together(survey: dict) -> None:
+    """No session of the plan copies both, and both are promised: also where the plan has no addresses."""
+    plan = plan_for(survey)
+    whole = plan.sessions[0]
+    plan.sessions = [
+        whole.model_copy(update={"name": way, "direction": way, "destination": port})
+        for way, port in (("ingress", "Ethernet48"), ("egress", "Ethernet49"))
+    ]
+    assert bad(survey, plan) == []
+    assert "complete: 0" in [check.found for check in judge(survey, plan)]
+    for session in plan.sessions:
+        session.sources = [source.model_copy(update={"address": None}) for source in session.sources]
+    assert bad(survey, plan) == []
+    source = survey["connections"][0]["source"]
+    one_way = survey | {"flows": [f for f in survey["flows"] if f["dst"] != source], "connections": []}
+    assert "both directions" in bad(one_way, plan)
+
+
 # -- LLDP and credentials ---------------------------------------------------------------------------------
 
 

@@ -19,6 +19,10 @@ from switch_configs.schema import GroupChoice, MirrorPlan, NodeShare, Topology
 from .test_plan import ring_delivers, tree_delivers
 
 Port = tuple[str, str]  # leaf, port
+Copy = tuple[str, str, str]  # the same, and which direction of it
+WAYS = {"both": ["ingress", "egress"], "ingress": ["ingress"], "egress": ["egress"]}
+#: Where ingress and egress of one port may go to two monitor ports without consent: mirror-safety's rules of a planner.
+SPLITS = ("sonic", "sonic-configdb", "nxos", "junos", "ovs", "tc")
 
 # What a switch has room for, by (platform, direction): monitor ports in use. From the pages that switches.md names.
 ROOM = {
@@ -71,11 +75,15 @@ class Fabric:
             ports += [p for p, nic in self.nics.items() if not ports and nic["rank"] in hosts and nic["host"] == host]
         return found
 
-    def complete(self, name: str, ports: set[Port], way: str) -> bool:
-        """Is every reduced slice on some edge that certainly passes one of `ports`, for every ring that there may be?
-        An edge is certain where none of the ports that it may take is another."""
+    def complete(self, name: str, copies: set[Copy]) -> bool:
+        """Is every reduced slice on some edge that certainly is among `copies`, for every ring that there may be?
+        An edge is certain where each of the ports that it may take is copied."""
         group, hosts = self.groups[name], self.hosts(name)
-        views = {host: way for host, may in self.through(name).items() if set(may) <= ports}
+        views = {}
+        for host, may in self.through(name).items():
+            ways = [way for way in ("ingress", "egress") if all((*port, way) in copies for port in may)]
+            if ways:
+                views[host] = "both" if len(ways) == 2 else ways[0]
         algorithm = group.get("algorithm", "any")
         names = list(dict.fromkeys(hosts.values()))
         if len(names) < 2 or not views:
@@ -86,49 +94,69 @@ class Fabric:
         rings = algorithm == "tree" or all(ring_delivers(order, hosts, views) for order in orders)
         return rings and (algorithm == "ring" or all(tree_delivers(names, views, tree) for tree in (0, 1)))
 
-    def at(self, plan: MirrorPlan, nodes: list[str], without: str = "", lost: set[int] | None = None) -> set[Port]:
-        """Mirrored ports whose copies reach these nodes; without one port, mirrored or monitor; without lost GPUs."""
-        return {
-            (session.leaf, source.port)
+    def at(
+        self, plan: MirrorPlan, nodes: list[str], without: str = "", lost: set[int] | None = None, whole: str = ""
+    ) -> set[Copy]:
+        """Directions of mirrored ports whose copies reach these nodes; without one port, mirrored or monitor; without
+        lost GPUs; whole: without hosts that they do not see in this direction, through all ports."""
+        found = {
+            (session.leaf, source.port, way)
             for session in plan.sessions
             if session.node in nodes and f"{session.leaf} {session.destination}" != without
             for source in session.sources
             if f"{session.leaf} {source.port}" != without and source.rank not in (lost or set())
+            for way in session.ways
         }
+        wanted = WAYS.get(whole, [])
+        return {copy for copy in found if all((*copy[:2], way) in found for way in wanted)}
+
+
+def room(vendor: str, kinds: Counter[Any]) -> bool:
+    """Has a switch room for so many sessions of each direction?"""
+    most, of_both = ROOM[vendor]
+    if vendor == "junos":
+        return all(kinds["both"] + kinds[way] <= most for way in ("ingress", "egress"))
+    if vendor == "nxos":  # the fourth is receive only after three in both directions
+        return kinds.total() <= most and (kinds["both"] <= of_both) and not (kinds["both"] == 3 and kinds["egress"])
+    return kinds.total() + kinds["both"] * (vendor == "cumulus") <= (7 if vendor == "cumulus" else most)
 
 
 def check_limits(fabric: Fabric, plan: MirrorPlan) -> None:
-    """No port carries more than its rate, no switch has more sessions than its platform, no port two destinations."""
-    both = {session.direction for session in plan.sessions} == {"both"}
-    assert all(n == 1 for n in Counter((s.leaf, port) for s in plan.sessions for port in s.ports).values())
-    for leaf, count in Counter(session.leaf for session in plan.sessions).items():
-        assert count <= ROOM[fabric.vendors[leaf]][both]
+    """No port carries more than its rate, no switch has more sessions than its platform, no direction of a port two
+    destinations, and no port two where the platform is not known to do that."""
+    copies = Counter((s.leaf, port, way) for s in plan.sessions for port in s.ports for way in s.ways)
+    assert all(n == 1 for n in copies.values())
+    for (leaf, _), count in Counter((s.leaf, port) for s in plan.sessions for port in s.ports).items():
+        assert count == 1 or fabric.vendors[leaf] in SPLITS
+    for leaf in {session.leaf for session in plan.sessions}:
+        kinds = Counter(session.direction for session in plan.sessions if session.leaf == leaf)
+        assert room(fabric.vendors[leaf], kinds)
     assert all(n == 1 for n in Counter((s.leaf, s.destination) for s in plan.sessions).values())
     for session in plan.sessions:
         end = fabric.ends[session.leaf, session.destination]
         assert session.node == end["node"]
-        rate = sum(fabric.nics[session.leaf, port]["speed_gbps"] * (1 + both) for port in session.ports)
+        rate = sum(fabric.nics[session.leaf, port]["speed_gbps"] * len(session.ways) for port in session.ports)
         assert rate <= end["speed_gbps"] and session.load_gbps == pytest.approx(rate)
         assert {fabric.nics[session.leaf, port].get("asic", 0) for port in session.ports} == {end.get("asic", 0)}
 
 
 def check_share(fabric: Fabric, plan: MirrorPlan, choice: GroupChoice, share: NodeShare) -> None:
     name, way = choice.group, choice.direction
-    assert share.complete == fabric.complete(name, fabric.at(plan, share.nodes), way)
+    assert share.complete == fabric.complete(name, fabric.at(plan, share.nodes, whole=way))
     assert share.complete == (share.survives >= 0) == (not share.lacks)
     if not share.complete:
         return
     ends = {f"{s.leaf} {s.destination}" for s in plan.sessions if s.node in share.nodes}
     mine = {port for ports in fabric.through(name).values() for port in ports}
-    reach = {f"{leaf} {port}" for leaf, port in fabric.at(plan, share.nodes) & mine}
+    reach = {f"{leaf} {port}" for leaf, port, _ in fabric.at(plan, share.nodes) if (leaf, port) in mine}
     assert set(share.ports) <= ends and set(share.spared) | set(share.needed) == reach | set(share.ports)
     for port in share.spared:
-        assert fabric.complete(name, fabric.at(plan, share.nodes, without=port), way), port
+        assert fabric.complete(name, fabric.at(plan, share.nodes, without=port)), port
     for port in share.needed:
-        assert not fabric.complete(name, fabric.at(plan, share.nodes, without=port), way), port
+        assert not fabric.complete(name, fabric.at(plan, share.nodes, without=port)), port
 
     def endures(lost: tuple[int, ...]) -> bool:
-        return fabric.complete(name, fabric.at(plan, share.nodes, lost=set(lost)), way)
+        return fabric.complete(name, fabric.at(plan, share.nodes, lost=set(lost), whole=way))
 
     assert all(endures(lost) for lost in itertools.combinations(share.ranks, share.survives))
     assert not all(endures(lost) for lost in itertools.combinations(share.ranks, share.survives + 1))
@@ -138,11 +166,13 @@ def check_group(fabric: Fabric, plan: MirrorPlan, choice: GroupChoice, *, joined
     nodes = list(dict.fromkeys(session.node for session in plan.sessions))
     for share in choice.shares:
         check_share(fabric, plan, choice, share)
-    whole = {node for node in nodes if fabric.complete(choice.group, fabric.at(plan, [node]), choice.direction)}
+    whole = {
+        node for node in nodes if fabric.complete(choice.group, fabric.at(plan, [node], whole=choice.direction))
+    }
     assert set(choice.complete) == whole
     if not joined and not whole:
         assert any(set(choice.peers) <= set(peers) for peers in fabric.data.get("peers", []))
-        assert fabric.complete(choice.group, fabric.at(plan, choice.peers), choice.direction)
+        assert fabric.complete(choice.group, fabric.at(plan, choice.peers, whole=choice.direction))
     assert choice.survives == max(share.survives for share in choice.shares) >= 0
 
 
@@ -210,7 +240,8 @@ def test_what_a_plan_says_of_its_nodes_is_what_ends_there(data: Any, redundancy:
 @given(data=fabrics(hosts=3, most_nics=1, ends=3), redundancy=st.integers(1, 2),
        way=st.sampled_from(["both", "ingress", "egress"]))
 def test_nothing_is_refused_that_some_dealing_of_ports_would_do(data: Any, redundancy: int, way: str) -> None:
-    """Every mirrored port to every monitor port or to none; hosts have one NIC, so a lost GPU is a lost port."""
+    """Every mirrored port to every monitor port, to two of them by directions, or to none; hosts have one NIC, so a
+    lost GPU is a lost port."""
     fabric = Fabric(data)
     try:
         planned(data, redundancy=redundancy, direction=way)
@@ -218,7 +249,10 @@ def test_nothing_is_refused_that_some_dealing_of_ports_would_do(data: Any, redun
     except PlanError:
         pass
     nics = list(fabric.nics)
-    assume(len(nics) <= 6)
+    ends: list[tuple[tuple[Port, str], ...]] = [(), *(((end, way),) for end in fabric.ends)]
+    if way == "both":
+        ends += [((a, "ingress"), (b, "egress")) for a, b in itertools.permutations(fabric.ends, 2)]
+    assume(len(ends) ** len(nics) <= 10**6)
     places = [{end["node"]} for end in fabric.ends.values()] + [set(peers) for peers in data["peers"]]
     known: dict[tuple[str, frozenset[Port]], bool] = {}
 
@@ -226,26 +260,39 @@ def test_nothing_is_refused_that_some_dealing_of_ports_would_do(data: Any, redun
         mine = frozenset(p for p in seen if fabric.nics[p]["rank"] in fabric.groups[name]["ranks"])
         if (name, mine) not in known:
             known[name, mine] = all(
-                fabric.complete(name, set(mine) - set(lost), way)
+                fabric.complete(name, {(*port, each) for port in mine - set(lost) for each in WAYS[way]})
                 for lost in itertools.combinations(sorted(mine), min(redundancy - 1, len(mine)))
             )
         return known[name, mine]
 
-    for dealt in itertools.product([None, *fabric.ends], repeat=len(nics)):
-        used: dict[Port, list[Port]] = {}
-        for nic, end in zip(nics, dealt, strict=True):
-            if end is not None:
-                used.setdefault(end, []).append(nic)
+    def can(nic: Port, some: tuple[tuple[Port, str], ...]) -> bool:
+        """Same leaf and ASIC, fast enough, and two monitor ports only where the platform has that."""
+        return (len(some) < 2 or fabric.vendors[nic[0]] in SPLITS) and all(
+            nic[0] == end[0] and fabric.nics[nic]["asic"] == fabric.ends[end]["asic"]
+            and fabric.nics[nic]["speed_gbps"] * len(WAYS[kind]) <= fabric.ends[end]["speed_gbps"]
+            for end, kind in some
+        )
+
+    for dealt in itertools.product(*([some for some in ends if can(nic, some)] for nic in nics)):
+        used: dict[Port, list[tuple[Port, str]]] = {}
+        for nic, some in zip(nics, dealt, strict=True):
+            for end, kind in some:
+                used.setdefault(end, []).append((nic, kind))
+        kinds: dict[str, Counter[str]] = {}
+        for end, copies in used.items():
+            kinds.setdefault(end[0], Counter())[copies[0][1]] += 1
         fits = all(
-            all(nic[0] == end[0] and fabric.nics[nic]["asic"] == fabric.ends[end]["asic"] for nic in some)
-            and sum(fabric.nics[nic]["speed_gbps"] for nic in some) * (1 + (way == "both"))
+            len({kind for _, kind in copies}) == 1
+            and sum(fabric.nics[nic]["speed_gbps"] * len(WAYS[kind]) for nic, kind in copies)
             <= fabric.ends[end]["speed_gbps"]
-            for end, some in used.items()
-        ) and all(count <= ROOM[fabric.vendors[leaf]][way == "both"]
-                  for leaf, count in Counter(end[0] for end in used).items())
+            for end, copies in used.items()
+        ) and all(room(fabric.vendors[leaf], some) for leaf, some in kinds.items())
         if fits:
-            seen = [frozenset(nic for end, some in used.items() if fabric.ends[end]["node"] in nodes for nic in some)
-                    for nodes in places]
+            seen = [
+                frozenset(nic for nic, some in zip(nics, dealt, strict=True)
+                          if some and all(fabric.ends[end]["node"] in nodes for end, _ in some))
+                for nodes in places
+            ]
             assert not all(any(enough(name, some) for some in seen) for name in fabric.groups), dealt
 
 
@@ -382,17 +429,22 @@ def test_a_search_that_ends_early_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_plan_never_has_more_sessions_than_the_switch() -> None:
-    """Four ports, of which Junos can use two."""
+    """Six ports, of which Junos can use two for each direction: two hosts, or four where their copies share a port."""
     leaf = {
         "name": "leaf0", "vendor": "junos",
         "ports": [{"port": f"et-0/0/{r}", "rank": r, "host": f"gpu{r}", "speed_gbps": 100} for r in range(4)],
-        "monitor_ports": [{"port": f"et-0/0/{60 + n}", "node": "ck0", "speed_gbps": 200} for n in range(4)],
+        "monitor_ports": [{"port": f"et-0/0/{60 + n}", "node": "ck0", "speed_gbps": 100} for n in range(6)],
     }
     data = {"leaves": [leaf], "groups": [{"name": "dp", "ranks": [0, 1, 2, 3]}]}
-    with pytest.raises(PlanError, match="600 Gb/s, 4 monitor ports carry 800, and no dealing of hosts to ports and"):
+    with pytest.raises(PlanError, match="junos has 4"):
         planned(data, direction="both")
-    assert planned(data, direction="both", redundancy=2).groups[0].survives == 1
-    assert len(planned(data).sessions) == 2
+    plan = planned(data, direction="both", redundancy=2)
+    assert plan.groups[0].survives == 1 and len(plan.sessions) == 4
+    for port in leaf["monitor_ports"]:
+        port["speed_gbps"] = 200
+    plan = planned(data, direction="both", redundancy=4)
+    check_limits(Fabric(data), plan)
+    assert plan.groups[0].survives == 3 and len(plan.sessions) == 4
 
 
 # -- large ------------------------------------------------------------------------------------------------

@@ -7,9 +7,12 @@ import time
 import pytest
 
 from switch_configs.errors import DeviceError, PlanError
+from switch_configs.local import mirrored
 from switch_configs.manage import Manager
 from switch_configs.schema import MirrorSession, Source
 from switch_configs.transport import LocalTransport
+
+from .test_tc import at_both_ends, two_ends
 
 pytestmark = pytest.mark.root
 
@@ -45,6 +48,22 @@ def test_live_flows_are_mirrored_at_once_changed_and_released(ovs) -> None:
     assert (len(bed.send()), len(bed.send(source="vb0", target="va0"))) == (0, 10)
     assert change.remove() and not change.remove()
     assert bed.send(source="vb0", target="va0") == []
+
+
+def test_ingress_and_egress_of_a_port_end_at_two_monitor_ports(ovs) -> None:
+    """Two mirrors, one by select_src_port and one by select_dst_port; together each frame of both directions, once."""
+    bed = ovs.bed
+    bed.cable("vn")
+    ovs("ovs-vsctl", "add-port", "br0", "vn")
+    bed.send(3)
+    bed.send(3, source="vb0", target="va0")
+    plan = two_ends(bed, "ovs", bridge="br0", ovs_rundir=str(ovs.rundir))
+    with mirrored(plan) as states:
+        assert [state.active for state in states] == [True, True]
+        assert at_both_ends(bed) == (list(range(10)), list(range(100, 110)))
+        managers = [Manager(s, lambda s=s: LocalTransport(s)) for s in plan.sessions]
+        assert all(m.difference().commands == () for m in managers)
+    assert at_both_ends(bed) == ([], [])
 
 
 def test_flows_that_ignore_the_mirror_are_seen(ovs) -> None:

@@ -364,6 +364,94 @@ def test_sessions_of_one_switch_are_checked_together() -> None:
             check_plan(plan)
 
 
+# -- NICs and monitor ports of one speed ------------------------------------------------------------------
+
+
+def equal_speeds(vendor: str, ends: int, speed: int = 400, **leaf: Any) -> dict[str, Any]:
+    data = document(hosts=4)
+    port = "HundredGigE1/0/{}" if vendor == "comware" else "Ethernet1/{}"
+    nics = [{**nic, "port": port.format(n + 1), "speed_gbps": 400} for n, nic in enumerate(data["leaves"][0]["ports"])]
+    monitors = [{"port": port.format(n + 60), "node": "ck0", "speed_gbps": speed} for n in range(ends)]
+    data["leaves"][0] |= {"vendor": vendor, "ports": nics, "monitor_ports": monitors, "bridge": "br0", **leaf}
+    return data
+
+
+CAN = ["sonic", "sonic-configdb", "nxos", "junos", "ovs", "tc"]
+
+
+@pytest.mark.parametrize("vendor", CAN)
+def test_both_directions_of_a_port_as_fast_as_the_monitor_ports_go_to_two_of_them(vendor: str) -> None:
+    plan = planned(equal_speeds(vendor, 4), redundancy=2, direction="both")
+    copies = {(port, session.direction): session.destination for session in plan.sessions for port in session.ports}
+    assert len(copies) == len(set(copies.values())) == 4 and plan.groups[0].survives == 1
+    assert {way for _, way in copies} == {"ingress", "egress"} and len({port for port, _ in copies}) == 2
+    assert all(session.load_gbps == 400 for session in plan.sessions)
+    assert plan.groups[0].complete == ["ck0"] and plan.groups[0].direction == "both"
+    check_plan(MirrorPlan.model_validate_json(plan.to_json()))
+    # a lost monitor port takes one direction: the other host has both, so nothing of the group is lost with it
+    share = plan.groups[0].shares[0]
+    assert set(share.ports) <= set(share.spared)
+
+
+@pytest.mark.parametrize("vendor", ["eos", "cumulus", "comware"])
+def test_where_nobody_says_that_it_can_it_takes_consent(vendor: str) -> None:
+    with pytest.raises(PlanError, match=f"both directions of .*/1 need 800 Gb/s.*{vendor}") as caught:
+        planned(equal_speeds(vendor, 4), redundancy=2, direction="both")
+    assert f"untried on {vendor}" in caught.value.remedy
+    plan = planned(equal_speeds(vendor, 4, split_directions=True), redundancy=2, direction="both")
+    assert [session.direction for session in plan.sessions] == ["ingress", "egress"] * 2
+    check_plan(plan)
+    plan.sessions = [session.model_copy(update={"split_directions": False}) for session in plan.sessions]
+    with pytest.raises(PlanError, match="used by 2 sessions, one for each direction"):
+        check_plan(plan)
+
+
+def test_two_sessions_that_copy_one_direction_of_a_port_are_refused() -> None:
+    plan = planned(equal_speeds("sonic", 4), redundancy=2, direction="both")
+    plan.sessions[1] = plan.sessions[1].model_copy(update={"direction": "both", "load_gbps": 0})
+    with pytest.raises(PlanError, match="used by 2 sessions, which both copy its"):
+        check_plan(plan)
+
+
+SHORT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "one port more": (equal_speeds("sonic", 1), {"redundancy": 1}, "1 more monitor port of 400 Gb/s on leaf0"),
+    "faster": (equal_speeds("eos", 1), {"redundancy": 1}, "monitor ports of 800 Gb/s"),
+    "one direction": (equal_speeds("eos", 4), {"direction": "both"}, "--direction egress"),
+    "fewer GPUs": (equal_speeds("sonic", 4), {"direction": "both"}, "--redundancy 2"),
+    "sessions": (equal_speeds("nxos", 6), {"direction": "both"}, "--redundancy 2"),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_what_does_not_fit_is_said_with_a_change_that_does(name: str) -> None:
+    data, options, change = SHORT[name]
+    with pytest.raises(PlanError, match="Gb/s") as caught:
+        planned(data, **options)
+    assert change in caught.value.remedy
+    if change.startswith("--"):  # it can be followed
+        option, value = change.removeprefix("--").split()
+        assert planned(data, **{**options, option: int(value) if value.isdigit() else value}).sessions
+    ports = data["leaves"][0]["monitor_ports"]
+    if "more" in change:
+        ports.append({**ports[0], "port": "Ethernet1/99"})
+        assert planned(data, **options).sessions
+    if change.startswith("monitor ports of"):
+        ports[0]["speed_gbps"] = 800
+        assert planned(data, **options).sessions
+
+
+def test_no_port_is_cut_in_pieces() -> None:
+    """The sum fits, and no dealing does: both hosts' copies, 400 each, do not go into 600 and 600 with a third."""
+    data = document(hosts=3)
+    for nic in data["leaves"][0]["ports"]:
+        nic["speed_gbps"] = 200
+    data["leaves"][0]["monitor_ports"] = [
+        {"port": f"Ethernet{60 + n}", "node": "ck0", "speed_gbps": 600} for n in range(2)
+    ]
+    with pytest.raises(PlanError, match="need 1200 Gb/s, 2 monitor ports carry 1200, but only 2 of them fit"):
+        planned(data, direction="both")
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -374,6 +462,8 @@ def test_sessions_of_one_switch_are_checked_together() -> None:
         (json.dumps(change("leaves.0.ports.0.port", "e1; reboot")), "leaves.0.ports.0.port"),
         (json.dumps(change("leaves.0.ports.1.port", "Ethernet1")), "listed twice"),
         (json.dumps(change("groups.0.rings", [[0, 1]])), "rings"),
+        (json.dumps(change("leaves.0.ssh_port", 70000)), "ssh_port: .*65535"),
+        (json.dumps(change("leaves.0.address", "192.0.2.11:70000")), "has a port: .*ssh_port"),
     ],
 )
 def test_bad_files_are_refused_by_field(tmp_path: Path, text: str, why: str) -> None:
@@ -381,6 +471,16 @@ def test_bad_files_are_refused_by_field(tmp_path: Path, text: str, why: str) -> 
     path.write_text(text)
     with pytest.raises(PlanError, match=why):
         Topology.load(path)
+
+
+def test_a_plan_holds_no_port_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for edit in ({"ssh_port": 70000}, {"address": "192.0.2.11:22"}):
+        plan = json.loads(planned(document()).to_json())
+        plan["sessions"][0] |= edit
+        path.write_text(json.dumps(plan))
+        with pytest.raises(PlanError, match=r"ssh_port"):
+            MirrorPlan.load(path)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

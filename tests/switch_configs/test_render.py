@@ -76,6 +76,15 @@ def test_remove_names_its_own_session_only(vendor: str) -> None:
             assert re.search(r"\b(mine|3|4|7793)\b", line), line
 
 
+def test_a_file_says_whether_a_reboot_takes_the_session() -> None:
+    """Cumulus Linux 5.9 and later save by themselves: without `nv config save` it is there after the next boot, too."""
+    said = {v: line for v in VENDORS for line in render(session(v, "both")).header if line.startswith("Kept over")}
+    assert set(said) == set(VENDORS) and "5.9 and later save by themselves" in said["cumulus"]
+    assert {vendor for vendor in VENDORS if render(session(vendor, "both")).save} == {
+        vendor for vendor, line in said.items() if " only after " in line
+    }
+
+
 def test_config_db_is_json_sonic_loads() -> None:
     line = render(session("sonic-configdb", "ingress")).apply[0]
     document = json.loads(shlex.split(line)[1])

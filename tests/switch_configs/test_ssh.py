@@ -98,6 +98,27 @@ def test_apply_change_remove(lab: Lab, caplog: pytest.LogCaptureFixture) -> None
     assert lab.server.password not in caplog.text + repr(m._open)
 
 
+@some("sonic", "eos")
+def test_each_direction_of_a_port_may_have_a_session_of_its_own(lab: Lab) -> None:
+    """Beside a session that copies the other direction, anybody's; not where nobody says that the platform can."""
+    port = PORT.get(lab.vendor, "Ethernet{}")
+    consent = lab.vendor in ("eos", "comware", "cumulus")
+    first = lab.manager("ingress", (1,), split_directions=consent)
+    first.apply(first.difference())
+    more = {"name": "flowcheck-2", "number": 2, "destination": port.format(49)}
+    if consent:
+        with pytest.raises(PlanError, match="already mirrored by session"):
+            lab.manager("egress", (1,), **more).difference()
+        more["split_directions"] = True
+    second = lab.manager("egress", (1,), **more)
+    assert second.apply(second.difference()).same_as(second.session)
+    assert first.show().mine.active and first.difference().commands == ()
+    more = {**more, "name": "flowcheck-3", "number": 3, "destination": port.format(50)}
+    with pytest.raises(PlanError, match="already mirrored by session"):
+        lab.manager("egress", (1,), **more).difference()
+    assert first.remove() and second.show().mine.same_as(second.session)
+
+
 @some("eos", "nxos", "comware", "junos", "sonic", "cumulus")
 def test_failure_in_the_middle_is_taken_back(lab: Lab) -> None:
     old = lab.manager("ingress", (1,))

@@ -10,7 +10,7 @@ from switch_configs.errors import DeviceError, PlanError
 from switch_configs.local import mirrored
 from switch_configs.manage import Manager
 from switch_configs.planning.planner import make_plan
-from switch_configs.schema import MirrorSession, Source, Topology
+from switch_configs.schema import MirrorPlan, MirrorSession, Source, Topology
 from switch_configs.transport import LocalTransport
 
 pytestmark = pytest.mark.root
@@ -58,6 +58,46 @@ def test_each_direction_alone(bridged) -> None:
         assert apply(m).sources[0].direction == direction
         assert (len(bridged.send()), len(bridged.send(source="vb0", target="va0"))) == (there, back)
         m.remove()
+
+
+def two_ends(bed, vendor="tc", **leaf) -> MirrorPlan:
+    """va has as fast a NIC as both monitor ports: its directions go to vm and vn."""
+    return make_plan(Topology.model_validate(
+        {"path_mtu": 1024, "groups": [{"name": "dp", "ranks": [0, 1], "mirror": [0]}], "leaves": [
+            {"name": "bridge", "vendor": vendor,
+             "ports": [{"port": p, "rank": r, "host": f"h{r}", "speed_gbps": 400} for r, p in enumerate(("va", "vb"))],
+             "monitor_ports": [{"port": p, "node": "ck", "speed_gbps": 400, "mtu": 9000} for p in ("vm", "vn")],
+             **leaf}]}
+    ), direction="both")
+
+
+def at_both_ends(bed) -> tuple[list[int], list[int]]:
+    """Numbers of the frames that came to vm0 and to vn0 while ten went each way."""
+    ends = {end: [] for end in ("vm0", "vn0")}
+    for source, target, base in (("va0", "vb0", 0), ("vb0", "va0", 100)):
+        for end in ends:
+            bed.ours(end)
+        ends["vm0"] += [base + int.from_bytes(f[14:18], "big") for f in bed.send(source=source, target=target)]
+        ends["vn0"] += [base + int.from_bytes(f[14:18], "big") for f in bed.ours("vn0")]
+    return ends["vm0"], ends["vn0"]
+
+
+def test_ingress_and_egress_of_a_port_end_at_two_monitor_ports(bridged) -> None:
+    """Together the two captures have each frame of both directions, once. Either session may be removed first, and the
+    qdisc that apply added goes with the last."""
+    bridged.cable("vn")
+    plan = two_ends(bridged, netns=bridged.netns)
+    sent, received = list(range(10)), list(range(100, 110))
+    for order in (1, -1):
+        with mirrored(plan) as states:
+            assert [state.active for state in states] == [True, True]
+            assert at_both_ends(bridged) == (sent, received)
+            managers = [Manager(s, lambda s=s: LocalTransport(s)) for s in plan.sessions]
+            assert all(m.difference().commands == () for m in managers)
+            for m in managers[::order]:
+                assert m.remove()
+            assert at_both_ends(bridged) == ([], [])
+            assert "clsact" not in bridged.tc("qdisc", "show")
 
 
 def test_destination_mtu_too_small(bridged) -> None:

@@ -125,13 +125,15 @@ def test_presets_are_the_papers_sizes() -> None:
     assert {name: sizes[name][1] for name in LARGE} == {"175b": 1536, "530b": 2240, "1t": 3072, "405b": 16384}
 
 
-def test_three_nodes_per_leaf_on_24_leaves_are_72() -> None:
-    """Tiers, section 5: 175B on 1536 GPUs."""
+def test_175b_is_the_papers_table_2() -> None:
+    """8 x 12 x 16: 96 groups on 24 leaves. The paper's text says three nodes per leaf; with a node for each group it is
+    four."""
     preset = PRESETS["175b"]
+    assert (preset.tp, preset.pp, preset.dp) == (8, 12, 16)
     job = replace(JOB, parameters=preset.parameters, tensor=preset.tp, pipeline=preset.pp, data=preset.dp)
     found = leaves_of(job, NODE, 64, 128)
-    assert (found.leaves, found.nodes_per_leaf, found.leaves * found.nodes_per_leaf) == (24, 3, 72)
-    assert found.nodes == 64
+    assert (found.leaves, found.nodes_per_leaf, found.leaves * found.nodes_per_leaf) == (24, 4, 96)
+    assert found.nodes == job.groups == 96
 
 
 # -- what must hold ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@ from math import ceil
 from pathlib import Path
 
 import pytest
+import typer
 
 from flowcheck.cli import app
+from flowcheck.errors import UserError
 
 from .asking import answer_of, asked, refused
 
@@ -42,12 +44,142 @@ def topology(folder: Path, *, ranks: int = 4, groups: int = 2, speed: int = 100,
     return file
 
 
-def test_the_papers_example_meets_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_example_meets_its_deadline_and_cannot_be_followed_today(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     found = answer_of(capsys, "capacity --model 175b")
-    assert found["good"] and "deadline met" in found["verdict"]
-    assert found["results"]["nodes per leaf, at most"] == 3 and found["results"]["nodes, as many on each leaf"] == 72
+    assert not found["good"] and "CANNOT be followed" in found["verdict"] and "deadline met" in found["verdict"]
+    assert found["results"]["can be followed"] == "no" and found["results"]["data-parallel groups"] == 96
+    assert found["results"]["nodes per leaf, at most"] == 4 and found["results"]["nodes, as many on each leaf"] == 96
     assert any("Calculon" in note for note in found["notes"]), "what the paper does not print is said"
-    assert any("qualify.md" in note for note in found["notes"]), "sharded layouts are not followed today"
+    assert any("qualify.md" in note for note in found["notes"])
+
+
+SMALL = "capacity --parameters 1e9 --dp 8 --gap-s 10 --port-gbps 100"
+FOLLOWED = {
+    "": True, "--layout ddp": True, "--layout ddp --experts 4": True, "--layout ddp --optimizer amsgrad": True,
+    "--layout ddp --dtype bfloat16": False, "--layout ddp --optimizer fused-adam": False,
+    "--shard 4": True, "--layout hsdp --shard 4 --dtype bfloat16": True, "--layout hsdp --shard 4 --experts 2": True,
+    "--layout hsdp --shard 4 --optimizer other": False, "--layout fsdp2": False, "--layout deepspeed": False,
+    "--layout megatron": False, "--layout megatron --shard 4": True, "--layout megatron --shard 4 --experts 2": False,
+    "--layout megatron --shard 4 --optimizer fused-adam": False,
+    "--direction egress --mirrors 4": False, "--direction egress --mirrors 4 --protocol ll128": True,
+}
+
+
+@pytest.mark.parametrize("options", FOLLOWED)
+def test_it_begins_with_whether_the_job_can_be_followed(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/use/qualify.md and layouts.md, row by row. A node that is large enough for a job that it cannot follow is
+    not green."""
+    status, out = asked(capsys, f"{SMALL} {options} --json")
+    found = json.loads(out)
+    assert found["results"][0]["name"] == "can be followed" and found["results"][0]["source"]
+    assert (found["results"][0]["value"] == "yes") == FOLLOWED[options] == found["good"] == (status == 0)
+    assert FOLLOWED[options] or any(note.startswith("instead: ") for note in found["notes"])
+
+
+def test_results_come_before_inputs(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out = asked(capsys, SMALL)
+    assert out.index("can be followed") < out.index("deadline kept by") < out.index("default: ")
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("70B", 70e9), ("175b", 175e9), ("1.3T", 1.3e12), ("350M", 350e6), ("7e9", 7e9), ("7_000_000_000", 7e9),
+])
+def test_parameters_are_counted_as_people_count_them(
+    text: str, number: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in (f"capacity --dp 8 --gap-s 100 --parameters {text}", f"loss --parameters {text}",
+                 f"goodput --parameters {text}"):
+        assert answer_of(capsys, line)["inputs"]["parameters"] == number, line
+
+
+@pytest.mark.parametrize("text", ["70X", "B", "70BB", "1.2.3B", "", "7e", "\u0667B"])
+def test_what_is_no_amount_is_refused_in_words(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=r"is not a number.*70B") as caught:
+        app(["plan", "capacity", "--gap-s", "1", "--parameters", text], standalone_mode=False)
+    assert caught.value.exit_code == 2
+
+
+# -- monitor ports: the planner's rule --------------------------------------------------------------------------------
+
+FAST = "capacity --parameters 1e9 --dp 8 --gap-s 10 --port-gbps 400 --monitor-gbps 400"
+
+
+@pytest.mark.parametrize(("switch", "ports", "met"), [
+    ("sonic", 6, True), ("sonic", 5, False), ("junos", 6, False), ("nxos", 6, False), ("eos", 6, False),
+    ("tc", 6, True), ("cumulus", 48, False),
+])
+def test_ports_are_met_where_switch_plan_makes_a_plan(
+    switch: str, ports: int, met: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Three NICs of 400 Gb/s in both directions, and monitor ports of 400: the sum fits, and a session does not."""
+    found = answer_of(capsys, f"{FAST} --switch {switch} --node-ports {ports}")
+    assert ("ports met" in found["verdict"]) == met == found["good"]
+    file = topology(tmp_path, ranks=8, groups=1, speed=400)
+    document = json.loads(file.read_text())
+    document["leaves"][0] |= {"vendor": switch, "monitor_ports": [
+        {"port": f"Ethernet{48 + number}", "node": "ck0", "speed_gbps": 400} for number in range(ports)
+    ]}
+    file.write_text(json.dumps(document))
+    line = ["switch", "plan", str(file), "--out", str(tmp_path / "p"), "--redundancy", "3", "--direction", "both"]
+    if met:
+        app(line, standalone_mode=False)
+    else:
+        assert any("the ports would fit" in note for note in found["notes"])
+        with pytest.raises(UserError):
+            app(line, standalone_mode=False)
+
+
+@pytest.mark.parametrize(("options", "change"), [
+    ("--switch eos", "--direction egress --protocol ll128"), ("--switch eos", "--split-directions"),
+    ("--switch eos", "--monitor-gbps 800"), ("--switch sonic --node-ports 4", "--mirrors 2"),
+    ("--switch sonic --node-ports 4", "--node-ports 6"), ("--switch eos", "--peak-gbps 200"),
+])
+def test_a_change_that_is_named_makes_the_ports_fit(
+    options: str, change: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer_of(capsys, f"{FAST} {options}")
+    assert "ports MISSED" in found["verdict"]
+    said = next(note for note in found["notes"] if "the ports would fit" in note)
+    assert change.split(" --protocol")[0].removesuffix(" 200") in said
+    assert "ports met" in answer_of(capsys, f"{FAST} {options} {change}")["verdict"]
+
+
+def test_fewer_ports_are_an_answer_with_what_they_lose(capsys: pytest.CaptureFixture[str]) -> None:
+    """Gradients are on the wire for a few percent of the time; what a slower port cannot send waits, or is lost."""
+    found = answer_of(capsys, f"{FAST} --node-ports 6")
+    results, rows = found["results"], found["tables"]["ports"]["rows"]
+    filled = results["gradients are on the wire"] / 100
+    assert 0.001 < filled < 0.05 and results["copies at the mean"] == pytest.approx(2400 * filled)
+    by_ports = {row[0]: row[1:] for row in rows}
+    assert list(by_ports) == [1, 2, 3, 4, 5, 6] and by_ports[6] == [400, 0, 0, 0, 0]
+    seconds = filled * found["inputs"]["iteration-s"]
+    peak, waits, lost, alone, together = by_ports[3]
+    assert peak == 200 and lost == pytest.approx(50) and alone == pytest.approx(1) and together == 1
+    assert waits == pytest.approx(1200e9 * seconds / 8 / 1e6)
+    # a buffer of what waits loses nothing; half of it loses half as much, and bursts with pauses need less
+    for buffer, more, share in ((waits, "", 0), (waits / 2, "", 25), (waits / 10 * 1.01, "--bursts 10", 0)):
+        table = answer_of(capsys, f"{FAST} --node-ports 6 --buffer-mb {buffer} {more}")["tables"]["ports"]["rows"]
+        assert table[2][3] == pytest.approx(share, abs=1e-6)
+        assert (table[2][4] == 0) == (share == 0)
+    # the rows' peak is what the planner takes, and not a little more
+    for ports in (2, 3, 4):
+        most = by_ports[ports][0]
+        for load, word in ((most, "met"), (most * 1.01, "MISSED")):
+            line = f"{FAST} --node-ports {ports} --peak-gbps {load}"
+            assert f"ports {word}" in answer_of(capsys, line)["verdict"], (ports, load)
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    ("--mirrors 8 --node-ports 16", "PCIe 5.0 lanes"), ("--mirrors 8", "GB/s of memory: 1,600"),
+    ("--update-cores 500", "cores: "), ("--slots 400", "GB of memory: "),
+])
+def test_a_node_that_no_server_can_be_is_said(
+    options: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = answer_of(capsys, f"{FAST} {options} --parameters 30B")
+    assert not found["good"] and "a server that exists MISSED" in found["verdict"] and said in found["verdict"]
 
 
 def test_a_node_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,6 +274,16 @@ def test_a_topology_of_another_job_is_refused(tmp_path: Path) -> None:
     ("--model 175b --mfu 1.5", "--mfu"),
     ("--model 175b --iteration-s 0.01", "--iteration-s"),
     ("--model 175b --mirrors 25", "--mirrors"),
+    (f"{GIVEN} --mirrors 0", "--mirrors"),
+    ("--parameters 1e9 --dp 600 --gap-s 9 --mirrors 129", "--mirrors"),
+    (f"{GIVEN} --switch foo", "--switch"),
+    (f"{GIVEN} --peak-gbps 101", "--peak-gbps"),
+    (f"{GIVEN} --peak-gbps nan", "--peak-gbps"),
+    (f"{GIVEN} --buffer-mb nan", "--buffer-mb"),
+    (f"{GIVEN} --bursts 0", "--bursts"),
+    (f"{GIVEN} --experts -1", "--experts"),
+    (f"{GIVEN} --layout ddp --shard 2", "--layout"),
+    (f"{GIVEN} --layout hsdp", "--shard"),
     ("--model 175b --leaf-ports 66", "--leaf-ports"),
     ("--model 175b --leaf-gpus 0", "--leaf-gpus"),
     ("--model 175b --mtu 1500", "--mtu"),
@@ -189,7 +331,7 @@ def test_a_remedy_can_be_followed(tmp_path: Path) -> None:
     """Of too many monitor ports no leaf has 0 GPUs; a folder is a mistake of who asks, and not of the machine."""
     many, some = (refused(f"capacity --model 175b --node-ports {ports}").remedy for ports in (100_000, 30))
     assert "GPUs each" not in many and "--node-ports" in many
-    assert "at most 38 GPUs each" in some
+    assert "at most 8 GPUs each" in some
     (deep := tmp_path / "deep.json").write_text("[" * 100_000)
     for other in (deep, "/dev/zero"):  # neither may end in a traceback, nor fill the memory
         error = refused(f"capacity --model 175b --bench {other}")

@@ -120,7 +120,7 @@ def test_a_page_for_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert reader.outside == [] and len(reader.ids) == len(set(reader.ids)) > 100
     assert reader.tags.count("svg") >= 5
     for words in ("1,536 GPUs", "175 billion parameters", "What would change it", "twice the failures",
-                  "flowcheck costs less than storage from 0.0119 failures a day on", "the answer on loss, on this page",
+                  "flowcheck costs less than storage from 0.0266 failures a day on", "the answer on loss, on this page",
                   "the answer on capacity, on this page", "175B on 1536 GPUs: ", "does not hold", "deadline met"):
         assert words in text, words
 
@@ -172,11 +172,11 @@ def test_one_page_is_of_one_job(tmp_path: Path) -> None:
         error = refused(f"report --out {file} --scale 175b {options}")
         assert error.where == where and "175b" in error.what and "--gpus" in error.remedy
     assert not list(tmp_path.iterdir())
-    line = f"report --out {file} --scale 175b --gpus 3072 --set data-parallel=48 --parameters 350e9"
+    line = f"report --out {file} --scale 175b --gpus 3072 --set data-parallel=32 --parameters 350B"
     assert not app(["plan", *line.split()], standalone_mode=False)
     loss, capacity, goodput = inputs_of(file)
     assert loss["iteration-s"][0] == capacity["iteration-s"][0] == goodput["iteration"][0] == "14.66"
-    assert capacity["dp"] == ("48", "given") and loss["ranks"] == ("48", "given")
+    assert capacity["dp"] == ("32", "given") and loss["ranks"] == ("32", "given")
     assert capacity["parameters"][1] == loss["parameters"][1] == "given"
 
 
@@ -186,7 +186,7 @@ def test_only_what_was_given_is_called_given(tmp_path: Path) -> None:
     loss, capacity, goodput = inputs_of(file)
     assert goodput["parameters"][1].startswith("default: ")
     assert capacity["parameters"][1] == capacity["dp"][1] == "the answer on goodput, on this page"
-    assert capacity["tp"] == ("64", "gpus / data-parallel, the answer on goodput, on this page")
+    assert capacity["tp"] == ("96", "gpus / data-parallel, the answer on goodput, on this page")
     assert loss["parameters"][1] == loss["ranks"][1] == "the answer on capacity, on this page"
     assert loss["iteration-s"] == capacity["iteration-s"] == goodput["iteration"] == ("20", "given")
 
