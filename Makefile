@@ -56,7 +56,7 @@ hugepages:; @tools/hugepages.sh 256
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	@tools/apt-packages.sh test && tools/python-packages.sh node,switch,lab,plan,dev "half a minute"
+	@tools/apt-packages.sh test && tools/python-packages.sh node,switch,lab,plan,dev "a minute"
 	touch $@
 
 .venv/.built-$(MODE): .venv/.installed $(SOURCES)

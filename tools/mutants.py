@@ -51,6 +51,7 @@ WORDING = [
     r"^\s*f?\"[^\"]*\s[^\"]*\"",
     r"\b(UserError|RecordsError|EnvironmentProblem|UpdaterError)\(",
     r"\b_?log\.",
+    r"\.fail\(",
     r"\breturn \(?f?\"[^\"]*\s[^\"]*\"",
     r"\.add_argument\(|typer\.(Option|Argument)\(",
 ]

@@ -31,7 +31,8 @@ from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
-BUILT = ("parser", "updater", "dataplane")  # packages whose extensions are compiled anew
+# Packages whose extensions are compiled anew.
+BUILT = ("parser", "updater", "flowcheck/checkpoint/coding", "dataplane")
 AT_ONCE = 2
 T = TypeVar("T")
 
@@ -205,7 +206,7 @@ def copy_tree(tree: Path, changed: dict[str, str]) -> None:
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout
-    ready = ROOT.glob("flowcheck/**/*.so")
+    ready = [p for p in ROOT.glob("flowcheck/**/*.so") if str(p.parent.relative_to(ROOT)) not in BUILT]
     for name in [*filter(None, listed.split("\0")), *(str(p.relative_to(ROOT)) for p in ready)]:
         if name in changed:
             put(tree / name, changed[name].encode())
@@ -219,7 +220,8 @@ def copy_tree(tree: Path, changed: dict[str, str]) -> None:
 
 
 def build(tree: Path) -> None:
-    wanted = [f"{p}.{unit.stem}" for p in BUILT for unit in sorted((ROOT / p).glob("*.pyx"))] + ["dataplane"]
+    units = [(p, unit.stem) for p in BUILT for unit in sorted((ROOT / p).glob("*.pyx"))]
+    wanted = [*(f"{p.replace('/', '.')}.{stem}" for p, stem in units), "dataplane"]
     environment = {**os.environ, "FLOWCHECK_BUILD": ",".join(wanted), "CFLAGS": f"-include {tree}/mutant.h -w"}
     command = ["nice", sys.executable, "setup.py", "-q", "build_ext", "--inplace", "-j", "2"]
     subprocess.run(command, cwd=tree, env=environment, check=True)

@@ -9,7 +9,7 @@ machine without: such tensors are made on the CPU, CPU tensors say that they are
 a CPU's work is done when a call returns. Nothing of the arithmetic, the layout of buffers, or the communication is
 touched. Without Transformer Engine and Apex the optimizer is torch.optim.AdamW or Adam, as in any such environment.
 
-Megatron-Core is no requirement of ours: `make` imports it. `pip install --no-deps megatron-core` is enough.
+Megatron-Core is no requirement of ours: `make` imports it. The extra `dev` has it.
 """
 
 from __future__ import annotations

@@ -75,6 +75,11 @@ class MemoryRing:
             at.stream, at.flags = stream, 0
         self._ring.head += len(packets)
 
+    def repeat(self, count: int) -> None:
+        """Once more what was put before, of a ring that was full: `count` packets, from the oldest on."""
+        assert self.waiting + count <= self._ring.mask + 1 <= self._ring.head, "the ring of this test was never full"
+        self._ring.head += count
+
     def end(self) -> None:
         """Nothing more will come."""
         self._ring.closed = 1

@@ -4,6 +4,7 @@ import pytest
 
 from parser.chunk_layout import Protocol, Topology, UnsupportedCall, channel_split, segments, threads_and_channels
 from parser.nccl import of
+from parser.trees import tree_of
 from parser.wire import CallPlan, plan_call
 
 # -- trees --------------------------------------------------------------------------------------------
@@ -15,6 +16,13 @@ def tree(version: str, ranks: int, channels: int, protocol: Protocol, nbytes: in
     """A call of fp32 elements."""
     topology = Topology(version, ranks, channels, (tuple(range(ranks)),))
     return plan_call(topology, "AllReduce", protocol, nbytes // 4, 4, algorithm="tree")
+
+
+def test_the_second_half_of_the_channels_uses_the_second_tree() -> None:
+    assert {n: [tree_of(n, channel) for channel in range(n)] for n in (1, 2, 4)} == {1: [0], 2: [0, 1], 4: [0, 0, 1, 1]}
+    for channels in (3, 5, 31):
+        with pytest.raises(UnsupportedCall):
+            tree_of(channels, 0)
 
 
 def chunk(plan: CallPlan) -> int:

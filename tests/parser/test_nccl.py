@@ -59,7 +59,7 @@ def test_the_clear_to_send_element(version: str, element: CtsElement, versions: 
 
 @pytest.mark.parametrize("change", [
     {"size_width": 2}, {"keys": 0}, {"bytes": 136}, {"rkey_at": -4},
-    {"bytes": 63}, {"number_at": 57}, {"tag_at": 54}, {"keys": 9}, {"size_at": 7},
+    {"bytes": 63}, {"number_at": 57}, {"tag_at": 54}, {"keys": 9}, {"size_at": 7}, {"address_at": -1},
 ])
 def test_an_element_whose_fields_are_not_possible_is_no_element(change: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"not possible|overlap"):

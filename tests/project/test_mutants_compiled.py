@@ -13,6 +13,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+ROOMS = ("parser", "updater", "flowcheck/control", "flowcheck/checkpoint")
+# Doors from Python to C that is tried, and what only measures.
+NOT_TRIED = {
+    "flowcheck/checkpoint/coding/galois.pyx", "parser/cover.pyx", "parser/place.pyx", "parser/roce.pyx",
+    "parser/src/sweep.c",
+}
+
+
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
     path = ROOT / "tools" / "mutants_compiled.py"
@@ -43,6 +51,13 @@ def test_every_mistake_is_told_and_has_tests_that_exist(tool: ModuleType) -> Non
             file, _, function = test.partition("::")
             assert (ROOT / file).is_file(), f"{mutant.name}: {file}"
             assert not function or f"def {function}(" in (ROOT / file).read_text(), f"{mutant.name}: {function}"
+
+
+def test_no_source_where_silence_is_dangerous_is_left_out(tool: ModuleType) -> None:
+    there = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*")
+             if path.suffix == ".pyx" or (path.suffix == ".c" and path.parent.name == "src")}
+    assert there >= NOT_TRIED
+    assert there - {mutant.path for mutant in tool.load()} == NOT_TRIED
 
 
 def made(tool: ModuleType, path: str, *pairs: tuple[str, str]) -> list:

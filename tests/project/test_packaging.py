@@ -29,6 +29,12 @@ def tracked() -> list[Path]:
     return [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
 
 
+def asked_for() -> list[Requirement]:
+    """What `make test` installs by name."""
+    extras = [requirement for extra in INSTALLED for requirement in PROJECT["optional-dependencies"][extra]]
+    return [one for one in map(Requirement, [*PROJECT["dependencies"], *extras]) if one.name != "flowcheck"]
+
+
 def pins() -> dict[str, str]:
     text = (ROOT / "constraints.txt").read_text()
     lines = [line for line in text.splitlines() if line[:1] not in ("", "#")]
@@ -41,15 +47,22 @@ def pins() -> dict[str, str]:
 
 def test_everything_asked_for_is_pinned_and_fits() -> None:
     pinned = pins()
-    asked = [*PROJECT["dependencies"]]
-    for extra in INSTALLED:
-        asked += PROJECT["optional-dependencies"][extra]
-    for requirement in map(Requirement, asked):
+    for requirement in asked_for():
         name = canonicalize_name(requirement.name)
-        if name == "flowcheck":
-            continue
         assert name in pinned, f"{name} is not in constraints.txt"
         assert requirement.specifier.contains(pinned[name]), f"{requirement} and {name}=={pinned[name]}"
+
+
+def test_no_test_is_skipped_where_make_has_installed_all() -> None:
+    """What a test asks for with importorskip is in the extras, or it would never run."""
+    installed = {canonicalize_name(one.name) for one in asked_for()} | {"paramiko", "cryptography"}  # netmiko's
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)]
+    wanted = {name for path in files for name in re.findall(r'importorskip\(\s*"(\w+)', path.read_text())}
+    ours = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert len(wanted - ours) > 8
+    distributions = packages_distributions()
+    for name in sorted(wanted - ours):
+        assert installed.intersection(map(canonicalize_name, distributions.get(name, []))), f"{name} is in no extra"
 
 
 def test_version_is_said_once() -> None:

@@ -30,6 +30,16 @@ def test_positions_are_those_of_the_definition(run_id: str, epoch: int, name: st
     assert len(found) == PICKED and all(0 <= at < elements for at in found)
 
 
+@pytest.mark.parametrize("elements", [WHOLE - 1, WHOLE, WHOLE + 1])
+def test_names_are_any_text_and_small_tensors_are_whole(elements: int) -> None:
+    """A name of bytes that are no UTF-8, as the file system and the environment give them."""
+    salt = salt_of("run \udc80", 3)
+    assert salt == salt_of("run \udc80", 3) != salt_of("run \udc81", 3)
+    found = Positions(salt).of("layer \udcff", elements, 7)
+    assert (found == list(range(elements))) == (elements <= WHOLE)
+    assert len(found) == (elements if elements <= WHOLE else PICKED)
+
+
 def test_another_run_iteration_or_tensor_has_other_positions() -> None:
     found = [
         tuple(Positions(salt_of(run, epoch)).of(name, 10**9, number))

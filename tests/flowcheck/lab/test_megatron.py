@@ -1,6 +1,6 @@
 """Four ranks of Megatron-Core, two instances of its distributed optimizer of two ranks each: AllReduces across
 instances over RoCE, what is inside an instance over gloo. Each piece's replica is its rank's main parameters and
-optimizer's states after every iteration, bit for bit. Skipped where Megatron-Core is not installed."""
+optimizer's states after every iteration, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from flowcheck.lab.run import LabRun
 from .conftest import lab_of
 from .test_parts import SMALL, follow
 
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (pip install --no-deps megatron-core)")
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabRun]:
     """Three mirrored ports: all of the ring of two in both pieces."""
+    pytest.importorskip("megatron.core", reason="Megatron-Core (extra `dev`) is not installed")
     with lab_of(ranks=4, mirrored=((0, 1, 2),)) as fabric:
         with LabRun(fabric, tmp_path_factory.mktemp("four")) as run:
             yield run

@@ -1,5 +1,5 @@
 """examples/lightning_callback.py in a Lightning job of two processes: records of every optimizer step, with the factor
-that gradients were clipped by. Skipped where Lightning is not installed: it is no requirement of ours."""
+that gradients were clipped by. Lightning is of the extra `dev`, no requirement of ours."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ __all__ = ["port"]
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_a_callback_in_lightning(port: Any) -> None:
-    pytest.importorskip("lightning", reason="Lightning is not installed")
+    pytest.importorskip("lightning", reason="Lightning (extra `dev`) is not installed")
     records: dict[int, list[Record]] = {0: [], 1: []}
     node = port(_keeps(records))
     with socket.create_server(("127.0.0.1", 0)) as server:

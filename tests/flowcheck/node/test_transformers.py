@@ -1,5 +1,5 @@
 """examples/transformers_callback.py in a Hugging Face job of two processes: records of every optimizer step, with the
-factor that gradients were clipped by. Skipped where transformers is not installed: it is no requirement of ours."""
+factor that gradients were clipped by. transformers and accelerate are of the extra `dev`, no requirement of ours."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = ["port"]
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_a_callback_in_hugging_faces_trainer(port: Any, tmp_path: Path) -> None:
-    for needed in ("transformers", "accelerate"):
-        pytest.importorskip(needed, reason=f"{needed} is not installed")
+    pytest.importorskip("transformers", reason="transformers (extra `dev`) is not installed")
+    pytest.importorskip("accelerate", reason="accelerate (extra `dev`) is not installed")
     records: dict[int, list[Record]] = {0: [], 1: []}
     node = port(_keeps(records))
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -52,6 +52,34 @@ def test_one_slow_time_is_forgotten() -> None:
     assert cadence.every == 100
 
 
+def test_one_odd_step_is_not_the_usual_one() -> None:
+    """Neither the last before the checksums nor what was usual a thousand steps ago."""
+    cadence = Cadence(None, lambda text: None)
+    now = run_from(cadence, 0.0, [0.1] * 50 + [60.0], cost=0.09)
+    assert cadence.every == 200
+    now = run_from(cadence, now, [0.4] * 33, cost=0.09)
+    assert cadence.every == 100  # steps take longer now
+    run_from(cadence, now, [0.4] * 10, cost=9.0)
+    assert cadence.every == 100  # the least that was measured counts, and not the newest
+
+
+def run_from(cadence: Cadence, now: float, steps: list[float], *, cost: float) -> float:
+    """Steps without checksums, and then what those of one took. Returns the time after them."""
+    cadence.over(now)
+    for step in steps:
+        now += step
+        cadence.over(now)
+    now += cost
+    cadence.over(now, cost)
+    return now
+
+
+def test_what_it_costs_is_said_in_milliseconds() -> None:
+    said: list[str] = []
+    run(Cadence(None, said.append), 100, step=0.1, cost=0.3)
+    assert len(said) == 1 and " 300 ms" in said[0] and " 100 ms" in said[0]
+
+
 def test_intervals_of_several_ranks_meet() -> None:
     """Each is a multiple of every shorter one, so steps of the longest have the checksums of all."""
     made = [Cadence(None, lambda text: None) for _ in range(8)]

@@ -1,5 +1,5 @@
 """What several instances of Megatron-Core's distributed optimizer AllReduce, with its own classes (lab/megatron.py),
-seen by one rank whose others need no process. Skipped where Megatron-Core is not installed: no requirement of ours."""
+seen by one rank whose others need no process. Megatron-Core is of the extra `dev`, no requirement of ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from ..pair import join, leave
 from .described import call, refusal
 from .training import COMMUNICATOR, FLOW
 
-pytest.importorskip("megatron.core", reason="Megatron-Core is not installed (pip install --no-deps megatron-core)")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Megatron-Core and of what it imports
 WIDTH, SMALL = 24, 600  # 576 weights of a layer and a few more make a bucket
 
@@ -146,6 +145,8 @@ class Gpt(Job):
 
 @pytest.fixture(autouse=True)
 def cuda() -> Iterator[None]:
+    """What takes two seconds to import is imported by the process that runs these tests, not by all that collect."""
+    pytest.importorskip("megatron.core", reason="Megatron-Core (extra `dev`) is not installed")
     with as_cuda():
         yield
     leave()
@@ -262,11 +263,11 @@ def test_a_rank_that_has_padding_alone_is_refused_and_the_others_are_followed() 
     assert equal_to_torchs(Job(0, clip=0.01, pad_buckets_for_high_nccl_busbw=True), "float32") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 def test_its_own_gpt_in_groups_of_its_own(rank: int) -> None:
     """Float16Module and GPTModel of layers without Transformer Engine, groups of parallel_state, and
     finalize_model_grads."""
-    pytest.importorskip("einops", reason="einops is not installed, which parallel_state needs")
     with contextlib.closing(Gpt(rank)) as job:
         part = job.part()
         assert dist.get_process_group_ranks(part.group) == [rank % 2, rank % 2 + 2]

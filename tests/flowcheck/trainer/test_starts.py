@@ -48,6 +48,21 @@ def test_ranks_say_the_same_and_attachments_are_counted(store: dist.HashStore, m
     assert begun("a", 4).line > first.line, "an agent keeps its store when it starts ranks anew"
 
 
+def test_every_attachment_of_a_group_has_its_number(store: dist.HashStore) -> None:
+    assert [begun("a").number for _ in range(4)] == [0, 1, 2, 3] and begun("b").number == 0
+
+
+def test_a_process_that_lived_through_a_new_start_agrees_with_one_that_did_not(
+    store: dist.HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    lived = begun()
+    monkeypatch.setattr(starts, "_now", starts._Process())
+    assert str(begun()) == str(lived)
+
+
 def test_without_torch_distributed_a_rank_speaks_for_itself() -> None:
     assert begun().line < begun().line
 

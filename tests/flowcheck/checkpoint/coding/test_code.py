@@ -68,8 +68,9 @@ def test_every_kernel_is_the_definition(k: int, rows: int, length: int, off: int
             assert bytes(one) == b"\xee" * off + right + b"\xee" * (8 - off)
 
 
+@pytest.mark.parametrize("off", [0, 8])
 @pytest.mark.parametrize("length", [(1 << 20) - 3, 1 << 20, (1 << 20) + 77])
-def test_kernels_agree_on_what_bypasses_the_caches(length: int) -> None:
+def test_kernels_agree_on_what_bypasses_the_caches(length: int, off: int) -> None:
     import numpy as np
 
     streams = [stream(j, length) for j in range(3)]
@@ -77,7 +78,7 @@ def test_kernels_agree_on_what_bypasses_the_caches(length: int) -> None:
     found = []
     for kernel in galois.kernels():
         memory = np.zeros((5, length + 128), np.uint8)
-        rows = [memoryview(row.data)[-row.ctypes.data % 64 :][:length] for row in memory]
+        rows = [memoryview(row.data)[-row.ctypes.data % 64 + off :][:length] for row in memory]
         galois.combine(coefficients, streams, rows, kernel)
         found.append([bytes(row) for row in rows])
     assert all(one == found[0] for one in found)
