@@ -258,25 +258,31 @@ class LiveSource:
         )
 
     def start_port(self) -> None:
-        """The part of `start` that needs rights: the drivers of kernel interfaces set flags of theirs. From then on
-        packets wait in the driver's queue; what was there before is gone. Idempotent."""
-        if self._port.started:
-            return
-        if not self._sockets:
+        """The part of `start` that needs rights: the drivers of kernel interfaces set flags of theirs. Idempotent."""
+        if not self._port.started:
             self._port.start()
-            return
-        with closed(self._sockets):  # frames of other interfaces are in their rings: sockets.py
-            self._port.start()
-            for queue in range(self.config.queues):
-                lib.fc_rx_bare(self._port.number, queue, BURST, ffi.cast("uint64_t", -1), ffi.NULL, ffi.NULL)
 
     def start(self) -> None:
-        """Packets begin to appear in the rings. Says in the log if `hold` cannot keep an iteration."""
+        """Packets begin to appear in the rings: those that come from now on. What came before is thrown away and not
+        counted: between `start_port` and this nobody empties the driver's queues, so most of it was dropped there, and
+        that is no loss of anybody's. Says in the log if `hold` cannot keep an iteration."""
         if self.config.warning:
             logging.getLogger(__name__).warning("%s", self.config.warning)
+        waited = self._port.started
         self.start_port()
+        if self._sockets:
+            with closed(self._sockets):  # frames of other interfaces are in their rings, too: sockets.py
+                self._throw_away()
+        elif waited:
+            self._throw_away(self.config.port.descriptors)  # once round the queue: nothing stops what comes
         for thread in self._threads:
             thread.start()
+
+    def _throw_away(self, most: int = -1) -> None:
+        """Of each queue all that waits, or so many packets; and what the driver has counted."""
+        for queue in range(self.config.queues):
+            lib.fc_rx_bare(self._port.number, queue, BURST, ffi.cast("uint64_t", most), ffi.NULL, ffi.NULL)
+        self._port.forget()
 
     @property
     def ring_addresses(self) -> list[int]:

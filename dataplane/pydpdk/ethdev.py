@@ -144,6 +144,11 @@ class Port(Resource):
         self.require_open()
         check(lib.rte_eth_dev_start(self.number), f"port {self.name}: start")
         self.started = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Its counters begin anew."""
+        self.require_open()
         check(lib.rte_eth_stats_reset(self.number), f"port {self.name}: clearing its counters")
 
     def stop(self) -> None:

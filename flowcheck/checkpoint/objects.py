@@ -22,6 +22,7 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+from flowcheck.control.address import credentials_in, without_credentials
 from flowcheck.durable import fsync_directory, make_directory, partial_name, remove_tree, write_synced
 from flowcheck.errors import EnvironmentProblem, UserError
 
@@ -65,7 +66,10 @@ class Objects(Protocol):
 
 
 def check_url(url: str) -> None:
-    """Raises UserError: nothing here can reach such a URL."""
+    """Raises UserError: nothing here can reach such a URL, or it says what nobody may see."""
+    if secret := credentials_in(url):
+        raise UserError(f"a URL with {secret} in it", where="store.url", remedy="store.options, or where its library"
+                        " looks for them")
     if protocol := _protocol(url):
         _implementation(protocol)
 
@@ -116,7 +120,7 @@ def _by_obstore(protocol: str) -> bool:
 
 def _said(error: BaseException) -> str:
     """The first line of what a library says."""
-    text = str(getattr(error, "strerror", None) or error).strip().split("\n", 1)[0][:300]
+    text = without_credentials(str(getattr(error, "strerror", None) or error).strip().split("\n", 1)[0])[:300]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

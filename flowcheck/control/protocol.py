@@ -28,7 +28,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -249,6 +249,13 @@ class Link:
                 pass
             if not self._users:
                 self._release()
+
+    def no_more(self) -> None:
+        """What has come by now can still be read; after that it is as if the other side had closed. Any thread."""
+        with self._lock:
+            if not self._over:
+                with suppress(OSError):  # it is gone
+                    self._raw.shutdown(socket.SHUT_RD)
 
     @contextmanager
     def _use(self) -> Iterator[None]:

@@ -75,7 +75,7 @@ def run_lab(options: LabOptions, console: Console) -> int:
             run.train(options.iterations)
             if ends:
                 run.end()
-            run.wait_for_nodes(first + options.iterations - 1)
+            run.wait_for_nodes(run.trained - 1)
             if ends:
                 run.finish_nodes()
             run.ledger.over = True

@@ -77,7 +77,7 @@ def count_incomplete(config: FabricConfig, drop: float, iterations: int, out: Pa
             run.train(1)
             run.wait_for_nodes(run.iterations[-1]["iteration"] - ARENAS)
         run.end()
-        run.wait_for_nodes(first + iterations - 1)
+        run.wait_for_nodes(run.trained - 1)
         run.finish_nodes()
         capture = next(said["text"] for _, said in run.events if said["event"] == "capture")
         fabric.impairer.stop()

@@ -77,10 +77,10 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     config, marks = run.fabric.config, list[dict[str, Any]]()
 
     def mark(who: str, what: str) -> None:
-        marks.append({"time": round(time.time(), 3), "who": who, "what": what, "iteration": _iterations(run)})
+        marks.append({"time": round(time.time(), 3), "who": who, "what": what, "iteration": run.trained})
 
     mark("ranks", "train")
-    run.train_until_parity(0, _iterations(run))
+    run.train_until_parity(0, run.trained)
     members = [*(f"node {number}" for number in range(config.nodes)),
                *(f"holder {number}" for number in range(config.holders))]
     lost = tuple(members[: config.holders])
@@ -88,7 +88,7 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
         run.lose(member)
         mark(member, "lost")
         run.train(BETWEEN)  # nothing of it waits for a node
-    died, before = _iterations(run), results(run, job)
+    died, before = run.trained, results(run, job)
     mark("ranks", "lost")
     run.start_trainers_again()
     run.start_nodes(job)
@@ -100,13 +100,13 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     run.start_holders()
     run.train_until_parity(1)
     whole, again = time.monotonic() - began, run.whole(1)
-    run.train(max(0, died + AFTER - _iterations(run)))
+    run.train(max(0, died + AFTER - run.trained))
     run.lose(members[-1])
     mark(members[-1], "lost")
     began = time.monotonic()
     run.start_holders()
     run.train_until_parity(1, again)
-    anew, last, after = time.monotonic() - began, _iterations(run), results(run, job)
+    anew, last, after = time.monotonic() - began, run.trained, results(run, job)
     run.end()
     mark("ranks", "end")
     run.wait_for_nodes(last - 1)
@@ -130,11 +130,6 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     }))
     return LostNodes(f"{config.nodes}+{config.holders}", lost, died, step, tuple(texts), back, whole, again, anew,
                      losses, differ, tensors, versions)
-
-
-def _iterations(run: LabRun) -> int:
-    """That the job has made since its beginning; 0: it has made none since it was begun anew."""
-    return int(run.iterations[-1]["iteration"]) + 1 if run.iterations else 0
 
 
 def say(outcome: LostNodes, console: Console) -> bool:

@@ -58,6 +58,7 @@ RUN = "lab"  # run id of a job that may be recovered
 START_SECONDS = 120.0  # torch on a core that others use too
 ATTACHING = 4  # attach watches three, and sends manifest and connections after the next
 PEERING = {"peer_iterations": 8, "peer_seconds": 5.0}  # nodes that share a core are not in step
+ARRIVE_SECONDS = 30.0  # that the trainers' last words may take to the nodes, on cores that others use
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 120.0
 OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "holder[0-9]*", "again[0-9]*", "saved[0-9]*",
@@ -108,6 +109,7 @@ class LabRun:
         self._holders: list[str] = []
         self._starts = 0
         self._mirrors = False  # the leaf copies to the nodes' ports
+        self._let_go = False  # trainers have said goodbye to the nodes
         self._jobs = -1  # number of the current job
 
     def __enter__(self) -> Self:
@@ -208,7 +210,7 @@ class LabRun:
             raise UserError(f"the job has {job.ranks} ranks and the lab {len(self._trainers)}", where="flowcheck lab",
                             remedy="give both the same number")
         self._follow()  # what is left of the job before
-        self._job, self._jobs = job, self._jobs + 1
+        self._job, self._jobs, self._let_go = job, self._jobs + 1, False
         self.ledger = Ledger([len(job.group(number)) for number in range(len(job.names))], job.names)
         self.iterations, self.communicators, self.twins, self.recovered = [], [], [], []
         orders = self._attach_orders(job) if attach else None
@@ -243,6 +245,7 @@ class LabRun:
     def end(self) -> None:
         """Trainers let nodes and communicators go."""
         self._order({"end": True})
+        self._let_go = True
 
     def _order(self, order: dict[str, Any]) -> None:
         for name in self._trainers:
@@ -490,8 +493,22 @@ class LabRun:
         """The nodes that run now get this part of their core's time, until the context ends."""
         return Share([self._children.process(name).pid for name in self._nodes], share)
 
+    @property
+    def trained(self) -> int:
+        """Iterations that the job has made, counted from its first start; 0: none since it was begun anew."""
+        return int(self.iterations[-1]["iteration"]) + 1 if self.iterations else 0
+
+    def _attached(self) -> bool:
+        """Is there a node that has not heard the last of a job's ranks yet?"""
+        last = {(name, said["name"]): said["event"] for name, said in self.events
+                if said["event"] in ("attached", "job_refused", "end")}
+        return any(name in self._nodes and event == "attached" for (name, _), event in last.items())
+
     def finish_nodes(self) -> list[int]:
-        """Stop mirroring, end the nodes in order; their exit statuses."""
+        """Stop mirroring, end the nodes in order; their exit statuses. Where trainers have said goodbye the nodes hear
+        that first, for ARRIVE_SECONDS: what was sent before it has arrived by then."""
+        if self._let_go:
+            self._quietly(lambda: not self._attached(), ARRIVE_SECONDS)
         for name in self._nodes:
             self._children.let_end(name)
             self._children.process(name).send_signal(signal.SIGTERM)
@@ -513,6 +530,9 @@ class LabRun:
                 file.write(json.dumps(event) + "\n")
             if event.get("event") == "iteration" and not self._is_twin(name):
                 self.ledger.status(event)
+            elif event.get("event") == "unjudged" and not self._is_twin(name):
+                for number in range(event["first"], event["last"] + 1):
+                    self.ledger.status({**event, "iteration": number, "published": False, "failed": [event["why"]]})
             elif event.get("event") in ("state", "patched") and not self._is_twin(name):  # the first: versions begin
                 self.ledger.state(event)
         elif name.startswith("holder"):

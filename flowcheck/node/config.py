@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from flowcheck.control.address import host_and_port, why_not
+from flowcheck.control.address import credentials_in, host_and_port, why_not
 from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -300,6 +300,9 @@ class Store(_Part):
         scheme, found, rest = url.partition("://")
         if (found and not (scheme and rest)) or "::" in url:
             raise ValueError("PROTOCOL://PLACE, or a directory; chains (::) are not taken")
+        if secret := credentials_in(url):
+            raise ValueError(f"has {secret} in it: give what its library takes in store.options, or where the library"
+                             " looks for it")
         return url
 
     @field_validator("options")
@@ -308,9 +311,11 @@ class Store(_Part):
         """They travel to another process as JSON, which has no dates."""
         for name, value in options.items():
             try:
-                json.dumps(value)
+                text = json.dumps(value)
             except TypeError:
                 raise ValueError(f"{name} has a date or a time in it: give it as text, in quotes") from None
+            if secret := credentials_in(text):
+                raise ValueError(f"{name} is a URL that has {secret} in it: give these as options of their own")
         return options
 
     @model_validator(mode="after")

@@ -18,7 +18,7 @@ import ssl
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +68,8 @@ TRAINERS = 4  # one part in so many of the connections is for trainers alone
 BACKLOG = 1024
 STRANGERS = 256  # addresses of strangers that are remembered
 SAID_SECONDS = 60.0  # until a stranger is said again, and how long there must have been room until it is said again
+ON_THE_WAY_SECONDS = 0.25  # that what ranks have sent may be on the network, when the node ends
+LAST_SECONDS = 5.0  # that what has come may take to be read then
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
@@ -100,7 +102,7 @@ class ControlServer:
         self._thread.start()
 
     def close(self) -> None:
-        """End all connections and their threads. Idempotent."""
+        """End all connections and their threads, once what has come on them is read. Idempotent."""
         self._office.ending.set()
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -135,8 +137,13 @@ class _Office:
         return self.ending.is_set()
 
     def close(self) -> None:
+        """What was sent before is read first, and reaches its group."""
         with self._lock:
             still = list(self.open.items())
+        _join([thread for _, thread in still], ON_THE_WAY_SECONDS)
+        for link, _ in still:
+            link.no_more()
+        _join([thread for _, thread in still], LAST_SECONDS)
         for link, _ in still:
             link.close()
         for _, thread in still:
@@ -251,6 +258,13 @@ class _Stranger:
     said: float = -math.inf
 
 
+def _join(threads: Sequence[threading.Thread], seconds: float) -> None:
+    """All of them, within that time."""
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
 class FinalRefusal(RecordsError):
     """A run that is not taken any more."""
 
@@ -281,6 +295,7 @@ class _Connection:
         self._member: RankSession | None = None
         self._size = 0  # bytes of room that the message which is read now has
         self._user = b""  # the newest state of the rank
+        self._deaf = False  # what is sent does not reach it
 
     def run(self) -> None:
         hello, link = self._hello, self._link
@@ -401,6 +416,8 @@ class _Connection:
         return Limits(TEXT, sizes, 30.0)
 
     def _send(self, message: Any) -> None:
+        if self._deaf:
+            return
         try:
             self._outbox.put_nowait(message)
         except queue.Full:
@@ -415,8 +432,10 @@ class _Connection:
         while (message := self._outbox.get()) is not None:
             try:
                 self._link.send(message)
-            except RecordsError:
-                break
+            except RecordsError:  # it hears nothing more, but what it said before that may be its last records
+                self._deaf = True
+                self._link.no_more()
+                return
         self._link.close()
 
 

@@ -11,6 +11,7 @@ packets are dropped for all of them, and counted.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -75,6 +76,8 @@ from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
 __all__ = ["Group"]
 
+LAST_SECONDS = 5.0  # that ranks may need for their last word after rank 0's
+
 
 class Group(Membership):
     """name: what trainers call it. sources: rings of the captures, which placers read; port: where they come from.
@@ -93,6 +96,7 @@ class Group(Membership):
         self._resync: Resync | None = None  # of the session
         self._due = False  # the session is to begin by ranges
         self._moved = ""  # why the job is to be joined anew
+        self._ends: float | None = None  # rank 0 has said goodbye: when what has come is judged, at the latest
         self._moves = Beginnings()  # how often, at most
         self._settled = False  # this run has a version that may be relied on: those of others are gone
         self._persisted = threading.Event()  # a verified version of this run is on disk
@@ -174,21 +178,22 @@ class Group(Membership):
                     time.sleep(IDLE_SECONDS)
             while self._handle_one():
                 pass
+            self._end(math.inf)
             if self._session is not None:
                 self._finish(self._session)
         except BaseException as error:  # the node has to end, not to go on without this thread
             self.failure = error
         finally:
-            self._drop_session()
+            self._drop_session(why="the thread that follows the group has failed")
             self._assigning.rest()
             self._users.close()
-            if not self._config.replica.keep:
-                self.files.discard()
+            self.files.end(self._config.replica.keep)
 
     def _follow(self, start: int) -> None:
         """A newer start of a job: what the session holds, packets and records, is of the one before."""
         if start > self._followed:
-            self._drop_session()
+            self._end(math.inf)
+            self._drop_session(why="the job was started again")
             self._assigning.forget()
             self.files.restarted()  # what ranks give from now on belongs to no version of the start before
             self._followed = start
@@ -196,6 +201,7 @@ class Group(Membership):
 
     def _ask_again(self) -> None:
         """What had to wait: for its time, or for the session to be through with what ended its versions."""
+        self._end(time.monotonic())
         if self._divergences.refusing:
             self._refuse(self._divergences.refusing)
         self._asking.again()
@@ -207,8 +213,14 @@ class Group(Membership):
         try:
             begin()
         except FlowcheckError as error:  # no room for another replica: trainers come again, and so does the job
-            self._drop_session()
+            self._drop_session(why=error.what)
+            self._abandon()
             self._send_away(error)
+
+    def _abandon(self) -> None:
+        """A job that is not followed: what has no version is of no use, nor what ranks gave for it."""
+        self._users.close()  # what it has not written yet would be there again
+        self.files.abandon()
 
     def _send_away(self, error: FlowcheckError) -> None:
         self._say("problem", why=error.message())
@@ -221,7 +233,8 @@ class Group(Membership):
         if self._session is not None:
             job = self._session.plan.job
             self._say("job_refused", run_id=job.run_id, epoch=job.epoch, serves=self._session.serves, why=why)
-        self._drop_session()
+        self._drop_session(why=why)
+        self._abandon()
         for member in list(self.members.values()):
             (member.refuse or member.end)(why)
 
@@ -246,7 +259,7 @@ class Group(Membership):
         self._moves.lost()
         self._moves.begun()
         self._say("moved", why=f"{self._moved}: was the mirror configured anew? The job is joined anew where it is now")
-        self._drop_session(self.plan)  # answers to what was asked are on their way
+        self._drop_session(self.plan, "the job is joined anew")  # answers to what was asked are on their way
         self._plan()
 
     def _is_outnumbered(self) -> bool:
@@ -258,7 +271,7 @@ class Group(Membership):
 
     def _number_anew(self) -> None:
         """Raises FlowcheckError."""
-        self._drop_session(self.plan)
+        self._drop_session(self.plan, "the job is followed under another epoch")
         self.files.abandon()
         self._plan()
 
@@ -282,6 +295,8 @@ class Group(Membership):
     def _handle_this(self, inbound: Inbound) -> None:
         self._follow(inbound.member.start)
         gone = self.members.get(inbound.member.rank) is not inbound.member
+        if gone and isinstance(inbound.message, Patch):
+            gone = not any(one is inbound.member for one in self._gone)  # it had sent that before it left
         if inbound.member.start != self._followed or (gone and not isinstance(inbound.message, Record | User | Bye)):
             return  # of somebody who has left; records of a run stay good until it is started again
         if not gone:
@@ -325,9 +340,17 @@ class Group(Membership):
         elif isinstance(message, Patch) and self._session is not None:
             self._session.patch(member.rank, message, inbound.tensors)
         elif isinstance(message, Bye) and self._session is not None and member.rank == 0:
-            self._finish(self._session)
-            self._session.place_in_threads(self._placers)  # somebody may come back
-            self._say("end", run_id=self._session.plan.job.run_id, serves=self._session.serves)
+            self._ends = time.monotonic() + LAST_SECONDS
+
+    def _end(self, now: float) -> None:
+        """Rank 0 has said goodbye: judge what is there, once the others have answered what they were asked for."""
+        session = self._session
+        if session is None or self._ends is None or (now < self._ends and session.owed & self.members.keys()):
+            return
+        self._ends = None
+        self._finish(session)
+        session.place_in_threads(self._placers)  # somebody may come back
+        self._say("end", run_id=session.plan.job.run_id, serves=session.serves)
 
     def _finish(self, session: LiveSession) -> None:
         """Judge what is there."""
@@ -376,14 +399,14 @@ class Group(Membership):
             patience=self._config.replica.patience_packets,
         )
         check_memory(plan, self._config.replica)
-        self._drop_session(plan)
+        self._drop_session(plan, "the job has another manifest or other connections")
         settings = self._config.replica
         self._job, self._clock = body, Clock(manifest.first)
         self._settled, self._persisted = False, threading.Event()
         self._divergences.begins(run, job, self._clock.before(0), start or f"/{self._followed}", own_id)
         if left is not None and left.verified is not None:
             self._divergences.verified(left.verified)
-        resync = self._resync = Resync(settings, plan, lambda: self.members)
+        resync = self._resync = Resync(settings, plan, lambda: self.members, self.leaving)
         self._session = LiveSession(
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
@@ -400,8 +423,9 @@ class Group(Membership):
         self._asking = Asking(self._tell, self._say, self._dropped, self._begin_soon)
         try:
             self._begin(left.path if left is not None else None)
-        except FlowcheckError:
-            self._drop_session()
+        except FlowcheckError as error:
+            self._drop_session(why=error.what)
+            self._abandon()
             raise
 
     def _numbered(self, job: Job, start: str, instance: str, first: int) -> int:
@@ -459,9 +483,11 @@ class Group(Membership):
             return
         self._asking.uploads.taken()
         parameters, state = split(tensors)
+        before = self.files.named
         try:
             self._take(session.state(iteration, parameters, state, message.groups, self.files.path()))
         except UserError as error:
+            self.files.abandon(before)
             if "cannot be reserved" in error.what:
                 raise self._standing.no_room(error) from None
             if "has passed" not in error.what:
@@ -608,14 +634,16 @@ class Group(Membership):
             self._say("heard", why="the mirror brings the job's packets again")
         self._asking.silent(why)
 
-    def _drop_session(self, plan: JobPlan | None = None) -> None:
-        """plan: what payloads are checked against from now on."""
+    def _drop_session(self, plan: JobPlan | None = None, why: str = "") -> None:
+        """plan: what payloads are checked against from now on. why: what has begun is not judged."""
         self.plan = plan
         if self._session is not None:
+            if open_ := self._session.begun:
+                self._say("unjudged", first=self._clock.number(open_[0]), last=self._clock.number(open_[-1]), why=why)
             self._session.close()
             self._common.gone(self.name)
         self._session = self._resync = None
-        self._due, self._moved = False, ""
+        self._due, self._moved, self._ends = False, "", None
         self._asking = Asking(self._tell, self._say, self._dropped)
         with self._lock:
             self._notice = Notice("")

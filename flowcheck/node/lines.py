@@ -21,6 +21,7 @@ from flowcheck.rebuild.events import (
     NotCaughtUp,
     OnTime,
     Patched,
+    Skipped,
     TakenUp,
     Timed,
     Waiting,
@@ -100,6 +101,9 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
                 "failed": dict(event.failed),
                 "why": "no version of a peer was taken: trainers are asked for all of the state by ranges",
             }
+        case Skipped():
+            why = f"they passed {event.why}"
+            return "unjudged", {"first": number(event.first), "last": number(event.last), "why": why}
         case TakenUp():
             return "recovered", {"first": number(event.first), "last": number(event.last), "packets": event.packets}
     return None

@@ -158,6 +158,19 @@ class LiveSession(HealedFollower):
         return self.scheduler.passed(mark)
 
     @property
+    def owed(self) -> set[int]:
+        """Ranks that were asked for ranges and have not answered."""
+        return self.partial.owing if self.partial is not None else set()
+
+    @property
+    def begun(self) -> range:
+        """Iterations of which packets or records have come, and nothing was said yet."""
+        parts = [part for part in (self.scheduler.open, self.records.after(self.engine.begun)) if part]
+        if self._pending is not None:
+            parts.append(range(number := self._pending[0].verdict.iteration, number + 1))
+        return range(min(part.start for part in parts), max(part.stop for part in parts)) if parts else range(0)
+
+    @property
     def serves(self) -> int:
         """The trainer's number of the iteration that made the version which can be read, -1: there is none."""
         return self.clock.number(self.published) if self.replica is not None and self.replica.serves else -1
@@ -172,6 +185,7 @@ def wind_up(session: LiveSession, take: Callable[[Iterable[Event]], None]) -> No
         take(session.poll())
         if not session.moved:
             time.sleep(IDLE_SECONDS)
+    session.hurry()  # arenas that wait for somebody would keep what is in the rings from being taken
     last = session.mark()
     for _ in range(LAST_LOOKS):
         take(session.poll())

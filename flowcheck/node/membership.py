@@ -81,7 +81,11 @@ class Membership:
         with self._lock:
             if self.members.get(member.rank) is member:
                 del self.members[member.rank]
-        self._gone.append(member)
+            self._gone.append(member)
+
+    def leaving(self) -> set[int]:
+        """Ranks that have left, and some of what they had sent is not handled yet."""
+        return {one.rank for one in list(self._gone) if one.start == self._start}
 
     def absent(self) -> list[int]:
         """Ranks that have not come ABSENT_SECONDS after the first one, if any; of each start of a job once."""

@@ -59,6 +59,7 @@ class ReplicaFiles:
         #: Of other users, by our name: nothing of it is read or removed.
         self.foreign = {path: why for path in there if self._number_of(path) >= 0 and (why := _not_mine(path))}
         self._named: Path | None = None  # given out; whether it holds a version is not known yet
+        self._made: set[Path] = set()  # given out or gone on with, by this process
         self._served: Path | None = None
 
     def _files(self) -> list[Path]:
@@ -103,6 +104,7 @@ class ReplicaFiles:
             except OSError:
                 break
         assert self._named is not None
+        self._made.add(self._named)
         return self._named
 
     def left(self, start: str) -> LeftoverReplica | None:
@@ -113,15 +115,17 @@ class ReplicaFiles:
     def resume(self, path: Path) -> None:
         """What an earlier process left is the group's own again, as if its name had been given out last."""
         self._named = path
+        self._made.add(path)
 
     def restarted(self) -> None:
         """A newer start of the job: the name that was given out last is of the one before, and nothing more goes there.
         """
         self._named = None
 
-    def abandon(self) -> None:
-        """The name that was given out last, which holds no version: it is not gone on with."""
-        named, self._named = self._named, None
+    def abandon(self, before: Path | None = None) -> None:
+        """The name that was given out last, if it holds no version: it is not gone on with. before: what is, in its
+        place."""
+        named, self._named = self._named, before
         if named is not None and named != self._served:
             _unlink(named)
 
@@ -139,11 +143,15 @@ class ReplicaFiles:
         others = [kept for kept in found if kept.path not in mine]
         good = _good(others) | _offered(others, self._needs)
         self._remove(path for path in self._files() if path not in good)
+        self._remove_orphans()
+        return [kept for kept in others if kept.path not in good]
+
+    def _remove_orphans(self) -> None:
+        """What ranks gave beside a replica that never had a version."""
         for folder in self._directory.glob(f"{self._prefix}*.user"):
             of = folder.with_suffix(".replica")
             if self._number_of(folder) >= 0 and of != self._named and not of.exists() and not _not_mine(folder):
-                remove_tree(folder)  # of a replica that had no version
-        return [kept for kept in others if kept.path not in good]
+                remove_tree(folder)
 
     def settle(self) -> list[LeftoverReplica]:
         """This run has a version that may be relied on: all other files go. Returns what they held."""
@@ -151,8 +159,17 @@ class ReplicaFiles:
         self._remove(self._files())
         return gone
 
+    def end(self, keep: bool) -> None:
+        """The group ends. Without `keep` all goes that this process has made, and else what holds no version. What an
+        earlier process left stays until there is something better."""
+        stay = {self._served, *(kept.path for kept in self.found())} if keep else set[Path | None]()
+        for path in self._made - stay:
+            _unlink(path)
+        self._named = self._served = None
+        self._remove_orphans()
+
     def discard(self) -> None:
-        """The file that is served must not be, or need not be any more. Those of other runs stay."""
+        """The file that is served must not be any more. Those of other runs stay."""
         served, self._served = self._served, None
         if served is not None:
             _unlink(served)

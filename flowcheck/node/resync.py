@@ -13,7 +13,7 @@ ranges, and so it stays for this job. The group's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,12 +36,13 @@ SLOTS = 3  # the version that is served, the partial one, and the one that is bu
 
 
 class Resync:
-    """members(): the ranks that are attached. Of one job."""
+    """members(): the ranks that are attached. leaving(): those whose last answers may still come. Of one job."""
 
     def __init__(
-        self, settings: ReplicaSettings, plan: JobPlan, members: Callable[[], Mapping[int, RankSession]]
+        self, settings: ReplicaSettings, plan: JobPlan, members: Callable[[], Mapping[int, RankSession]],
+        leaving: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        self._members, self._budget = members, settings.resync_mb << 20
+        self._members, self._leaving, self._budget = members, leaving, settings.resync_mb << 20
         self.how = _how(settings, plan)
         self._asked: int | None = None  # the iteration that was next when a question went out last
 
@@ -58,9 +59,10 @@ class Resync:
             yield from session.give_up_ranges(f"the state of single elements cannot be had: {partial.refused}")
             return
         members = dict(self._members())
-        if partial.left(members.keys()):
+        leaving = set(self._leaving())  # after them: who leaves meanwhile is in both
+        if partial.left(members.keys() | leaving):
             self._asked = None
-        if not partial.stale or session.next == self._asked:
+        if not partial.stale or session.next == self._asked or leaving:
             return
         self._asked, before = session.next, partial.asked
         questions = partial.ask(self._budget, members.keys())

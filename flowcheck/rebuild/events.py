@@ -181,10 +181,12 @@ class NotCaughtUp(Event):
 
 @dataclass(frozen=True)
 class Skipped(Event):
-    """After a very long outage these iterations were not judged: no packet of them came."""
+    """These iterations were not judged: after a very long outage, or, at the end of the traffic, where records say that
+    they are over. why: "while no packet came"."""
 
     first: int
     last: int
+    why: str
 
 
 @dataclass(frozen=True)

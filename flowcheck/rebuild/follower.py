@@ -60,6 +60,7 @@ __all__ = ["Follower"]
 RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
 RECORDS_BYTES = 1 << 30  # of their buffers, or as many as there are arenas
 LOOK_SECONDS = 0.001  # that an idle poll waits for the workers
+NOTHING_CAME = "while no packet came"
 NO_ROOM = "no slot of the replica is free: readers pin the others; gradients wait in their arenas"
 
 
@@ -105,6 +106,7 @@ class Follower:
         self.closing_seconds = 0.0
         self._gap = False  # iterations were skipped
         self._over = False  # there is no more traffic
+        self._hurries = False  # nor anything from trainers
         self._contradicted = ""  # by the record of another rank: an iteration that has been built with
         self._coming: int | None = None  # a state before this iteration is on its way
         self._ahead = False  # records run ahead of the traffic, and that was said
@@ -147,6 +149,10 @@ class Follower:
     def withdraw(self) -> None:
         """The state that was announced will not come."""
         self._coming = None
+
+    def hurry(self) -> None:
+        """Nothing more comes from trainers: until `finish` no iteration waits for a word of theirs."""
+        self._hurries, self._coming = True, None
 
     def check(self, iteration: int) -> None:
         """Raises UserError if a state before `iteration` is too late."""
@@ -211,7 +217,8 @@ class Follower:
         self.moved = moved or here or self._pending is not None
 
     def finish(self) -> Iterator[Event]:
-        """No more traffic: judge what is still open."""
+        """No more traffic: judge what is still open, and say what has nothing that could be judged."""
+        why = "while their packets waited for an arena" if self.scheduler.blocked else NOTHING_CAME
         self.leave_threads()
         self.engine.finish()
         self._over = True
@@ -220,6 +227,10 @@ class Follower:
         for iteration in self.scheduler.open:
             yield from self._close(range(iteration, iteration + 1))
             yield from self.settle()
+        if unseen := self.records.after(self.engine.begun):  # trainers are through with them
+            yield from self._skip(unseen[0], unseen[-1], why)
+            self.records.forget(unseen[-1])
+        self._hurries = False
 
     def settle(self) -> Iterator[Event]:
         """Wait for the version that workers are at, if there is one, and end it."""
@@ -242,6 +253,8 @@ class Follower:
         if iteration != self.next:
             return False, []
         if self._awaits_record(iteration):
+            if self._hurries:
+                return False, []
             wait, say = self._wait.look(iteration, self._now())
             return wait, [Waiting(iteration, "its step record is not here")] if say else []
         if self._has_room(iteration):
@@ -396,16 +409,16 @@ class Follower:
         self.replica.publish(status.verified, self.status, judged.verdict.unproven, self.matches)
         return True
 
-    def _skip(self, first: int, last: int) -> Iterator[Event]:
+    def _skip(self, first: int, last: int, why: str = NOTHING_CAME) -> Iterator[Event]:
         self._gap = True
-        yield Skipped(first, last)
-        yield from self._miss(first, last)
+        yield Skipped(first, last, why)
+        yield from self._miss(first, last, why)
 
-    def _miss(self, first: int, last: int) -> Iterator[Event]:
+    def _miss(self, first: int, last: int, why: str = NOTHING_CAME) -> Iterator[Event]:
         if self.next is not None and self.next <= last:
             one, other = self.clock.number(first), self.clock.number(last)
             said = f"iterations {one} to {other}" if first < last else f"iteration {other}"
-            yield from self._lose(f"{said} passed while no packet came", last=last)
+            yield from self._lose(f"{said} passed {why}", last=last)
 
     def _lose(self, why: str, status: str = "lost", last: int | None = None) -> Iterator[Event]:
         """last: the iteration that was lost, and those before it; None: more is wrong than that."""

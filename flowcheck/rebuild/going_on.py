@@ -183,7 +183,9 @@ class PartialFollower(Follower):
 
     def _must_wait(self, iteration: int) -> tuple[bool, list[Event]]:
         wait, said = super()._must_wait(iteration)
-        if wait or self.partial is None or iteration != self.next or not self.partial.awaits(iteration):
+        if wait or self._hurries or self.partial is None or iteration != self.next:
+            return wait, said
+        if not self.partial.awaits(iteration):
             return wait, said
         wait, say = self._patches_wait.look(iteration, self._now())
         if not wait:

@@ -224,6 +224,11 @@ class Partial:
         """Has a rank been asked whose record of the iteration, and with it its answer, may still come?"""
         return any(self._heard.get(one.rank, -1) < iteration for one in self._requests.values())
 
+    @property
+    def owing(self) -> set[int]:
+        """Ranks that have not answered all that they were asked."""
+        return {one.rank for one in self._requests.values()}
+
     def give_up(self, iteration: int) -> None:
         """Records of this iteration that are not here will not come: nor will what their ranks were asked for."""
         late = [n for n, one in self._requests.items() if self._heard.get(one.rank, -1) < iteration]

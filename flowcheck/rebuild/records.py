@@ -97,6 +97,11 @@ class StepRecords:
             found = iteration
         return found
 
+    def after(self, iteration: int) -> range:
+        """From the first to the last one behind `iteration` of which a record is kept."""
+        kept = [one for one in self._kept if one > iteration]
+        return range(min(kept), max(kept) + 1) if kept else range(0)
+
     def keep(self, iteration: int, record: StepRecord, rank: int, oldest: int) -> None:
         """oldest: iterations before it have closed. Raises UserError where a record cannot be believed."""
         self.newest = max(self.newest, iteration)

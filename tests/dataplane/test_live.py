@@ -206,16 +206,20 @@ def test_what_had_come_is_in_the_ring_once_nothing_is_left_twice(feed, captures)
 
 
 def test_a_port_that_is_started_long_before_its_threads(feed, captures):
-    """As a node does it, which gives its rights back between the two: what comes meanwhile waits in the kernel."""
+    """As a node does it, which gives its rights back between the two, and waits for a job. What comes meanwhile finds
+    the kernel's ring full, and is a loss of nobody's."""
     frames = [r.data for r in captures.records(50, sizes=(60, 1514))]
-    it = feed("af_packet", ring_size=256)
+    it = feed("af_packet", ring_size=256, kernel_frames=64)
     it.source.start_port()
-    it.send(frames)
+    for _ in range(20):
+        it.send([frames[0]] * 50)
     it.source.start_port()
     it.source.start()
-    wait_for(it.source, 50)
+    it.send(frames[:40])
+    wait_for(it.source, 40)
     it.source.stop()
-    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames[:40]
+    assert arrived(it.source) == it.source.counters()["kernel_seen"] == 40, it.source.summary()
     adds_up(it.source.counters())
 
 

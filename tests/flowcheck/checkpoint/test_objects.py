@@ -129,6 +129,23 @@ def test_a_url_that_nothing_reaches(url: str, what: str) -> None:
         assert caught.value.where == "store.url" and caught.value.remedy
 
 
+@pytest.mark.parametrize("url", ["s3://AKIA:SE/CRET@bucket/a", "https://host/a?sig=SECRET"])
+def test_a_url_with_a_secret_in_it_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(UserError) as caught:
+        open_store(url, {})
+    assert caught.value.where == "store.url" and "SE" not in caught.value.message()
+
+
+def test_a_secret_in_what_a_library_says_is_not_shown() -> None:
+    class Broken:
+        def cat_file(self, path: str, **_: int) -> bytes:
+            raise OSError(f"Cannot connect to https://me:SECRET@host/{path}?sig=SECRET, retry")
+
+    with pytest.raises(StoreError) as caught:
+        _Remote("https://host", Broken(), "https://host").read("a", 0, 1)
+    assert "host/" in caught.value.what and "SECRET" not in caught.value.message()
+
+
 def test_a_place_where_nobody_answers() -> None:
     with pytest.raises(StoreError, match="cannot be opened: ConnectionRefusedError") as caught:
         open_store("ftp://127.0.0.1:1/x", {})

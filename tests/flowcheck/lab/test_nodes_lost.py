@@ -85,3 +85,12 @@ def test_nodes_are_lost(tmp_path: Path, holders: int) -> None:
     made = [text for text in outcome.recovered if ", parity: " in text]
     assert len(made) == 2 * holders, outcome.recovered  # two ranks of each stage whose node was lost
     print(outcome)
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_the_command_waits_for_all_that_was_trained(lab_name: str, tmp_path: Path) -> None:
+    """Until the nodes have a state the job trains on: its last iteration is not the last of those that were asked for.
+    """
+    words = f"--name {lab_name} --out {tmp_path / 'out'} --nodes 4 --protect 2+2 --model mlp --iterations 5"
+    assert app(f"lab run {words}".split(), standalone_mode=False) == 0

@@ -61,10 +61,14 @@ class FakeSession:
         self.replica: Any = None
         self.next: int | None = None
         self.serves, self.matches = -1, options.get("matches", 0)
+        self.begun, self.owed = range(0), set[int]()
         self.overload, self.port = SimpleNamespace(packets=0), options["port"]
         self.closed = threading.Event()
         self.placers: Placers | None = None  # that place for it
         self.behind = 0  # looks until they have taken what was there
+
+    def hurry(self) -> None:
+        pass
 
     def place_in_threads(self, placers: Placers) -> None:
         self.placers = placers
@@ -122,7 +126,7 @@ class FakeSession:
 
     def finish(self) -> list[Event]:
         self.calls.append(("finish",))
-        self.placers = None
+        self.placers, self.begun = None, range(0)
         return []
 
     def close(self) -> None:

@@ -542,6 +542,26 @@ def test_a_store_that_is_none(tmp_path: Path, keys: str, where: str, what: str) 
     assert refused.value.where.endswith(f": store.{where}") and what in refused.value.what
 
 
+@pytest.mark.parametrize("url", [
+    "s3://AKIA:SE/CR+ET@bucket/a", "ftp://me:SECRET@host/a", "http://host/a?sig=SECRET&x=1", "https://SECRET@host/a",
+])
+@pytest.mark.parametrize("key", ["url", "options"])
+def test_a_secret_in_a_url_is_refused_and_not_shown(tmp_path: Path, url: str, key: str) -> None:
+    """Some libraries use it, others drop it without a word; and whatever has the URL would print it."""
+    keys = f'url = "{url}"' if key == "url" else f'url = "s3://b"\noptions = {{ client = {{ endpoint = "{url}" }} }}'
+    with pytest.raises(UserError) as refused:
+        with_store(tmp_path, f"{keys}\nevery = 1")
+    assert refused.value.where.endswith(f": store.{key}")
+    assert "SE" not in refused.value.message().replace("RESET", "")
+
+
+@pytest.mark.parametrize("url", ["s3://b/a@b", "http://minio:9000/a", "sftp://me@host/a",
+                                 "abfs://box@account.dfs/a", "/data/a?b=c", "file:///data/x?y"])
+def test_what_has_no_secret_is_a_place(tmp_path: Path, url: str) -> None:
+    store = with_store(tmp_path, f'url = "{url}"\nevery = 1').store
+    assert store is not None and store.url == url
+
+
 @pytest.mark.parametrize(("api", "least"), [("", 3), ('[api]\nlisten = "localhost:1"\n', 4)])
 def test_a_replica_that_is_stored_needs_a_slot_for_that(tmp_path: Path, api: str, least: int) -> None:
     for slots in (least - 1, least):

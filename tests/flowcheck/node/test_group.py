@@ -168,7 +168,7 @@ def test_letters_of_an_earlier_start_are_nobodys(scene, message: Any, tensors: A
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
-def test_of_what_a_lost_connection_sent_records_and_the_end_count(scene, message: Any) -> None:
+def test_of_what_a_lost_connection_sent_records_answers_and_the_end_count(scene, message: Any) -> None:
     at = scene()
     at.follow()
     rank = at.join(1)
@@ -177,7 +177,8 @@ def test_of_what_a_lost_connection_sent_records_and_the_end_count(scene, message
     at.group.leave(rank.member)
     at.turn()
     asked = [call[0] for call in at.session.calls if call[0] != "withdraw"]
-    assert asked == {"Record": ["record"], "Bye": ["poll", "finish"]}.get(type(message).__name__, [])
+    counts = {"Record": ["record"], "Patch": ["patch"], "Bye": ["poll", "finish"]}
+    assert asked == counts.get(type(message).__name__, [])
     assert rank.ended == [] and at.events("refused") == [] and len(at.sessions) == 1
 
 

@@ -552,7 +552,7 @@ def test_the_thread_sleeps_when_nothing_moves_and_not_before(scene, monkeypatch,
         left.append((at.group.inbox._queue.qsize(), at.session.moves if job else -1))
         at.group._stop.set()
 
-    monkeypatch.setattr(flowcheck.node.group, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(flowcheck.node.group, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     at.group._main()
     assert left == [(0, -1)] and at.group.failure is None
 

@@ -405,7 +405,8 @@ def test_versions_count_as_the_trainer_does(start_node, attach, truth, lan, tmp_
 
 
 def test_killed_and_started_again(start_node, attach, truth, lan, tmp_path) -> None:
-    """kill -9: the last version stays in shared memory; the next process says so, and what it needs."""
+    """kill -9: the last version stays in shared memory; the next process says so, and what it needs. When that one is
+    ended, what had been sent until then is judged, and what cannot be is said."""
     job = _job()
     node, run = start_node(), _run(truth, job, 2)
     trainer = attach(node, job)
@@ -429,7 +430,13 @@ def test_killed_and_started_again(start_node, attach, truth, lan, tmp_path) -> N
     assert numbered["epoch"] == job.epoch + 1
     t = _iteration(run, lan, trainer)
     assert again.wait("iteration", iteration=t)["published"]
-    assert again.end() == 0 and list(tmp_path.glob("*.replica")) == [path]  # until its successor is verified
+    again.process.send_signal(signal.SIGSTOP)  # it gets no time before it is told to end
+    last = _iteration(run, lan, trainer)
+    trainer.record(last + 1, groups=[{}])  # its packets were never mirrored
+    again.process.send_signal(signal.SIGTERM)
+    assert again.end(signal.SIGCONT) == 0 and list(tmp_path.glob("*.replica")) == [path]  # its successor is unverified
+    judged = {line["iteration"]: line["published"] for line in again.said("iteration")}
+    assert judged[last] and [(one["first"], one["last"]) for one in again.said("unjudged")] == [(last + 1, last + 1)]
 
 
 def test_one_node_holds_two_groups(start_node, attach, truth, lan, tmp_path) -> None:

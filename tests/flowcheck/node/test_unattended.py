@@ -6,6 +6,7 @@ iteration's region is its number, unless a test says otherwise.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import flowcheck.rebuild.follower
-from flowcheck.checkpoint.directory import load_init, load_parameters, load_step, tensor_sha256
+from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.control.protocol import Refused
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
@@ -60,7 +61,7 @@ def test_parameters_equal_the_truth_live(start_node, attach, lan, tmp_path: Path
     dtype = options.get("dtype", "bfloat16")
     after, folder = bool(options.get("after_update")), tmp_path / "out" / "fsdp" / "synth-5" / "epoch-0"
     assert "is of [[follow]]" in attach(node, job, group="fsdp").expect(Refused).why
-    lossy, truth = FIRST + 3, dict[str, dict[str, bytes]]()
+    lossy, truth, there = FIRST + 3, dict[int, dict[str, bytes]](), list[str]()
     for t in range(FIRST, FIRST + ITERATIONS):
         made = generate(job, iterations=1, first_iteration=t, seed=7, loss=0.5 if t == lossy else 0.0)
         lan.send([frame for _, frame in made.packets])
@@ -74,9 +75,9 @@ def test_parameters_equal_the_truth_live(start_node, attach, lan, tmp_path: Path
             step = 100 + t + after
             assert (line["status"], line["parameters"]) == ("parameters", step)
             written = node.seen("gathered or skipped", name="fsdp", step=step)
-            assert written["event"] == "gathered" or truth, written  # a busy disk may leave out all but the first
-            if written["event"] == "gathered":
-                truth[f"parameters-{step:06d}"] = expected(job, made, t)
+            assert written["event"] == "gathered" or there, written  # a busy disk may leave out all but the first
+            truth[step] = expected(job, made, t)
+            there += [f"parameters-{step:06d}"] if written["event"] == "gathered" else []
         else:
             assert (line["status"], line["parameters"], line["why"]) == ("waiting", None, [["supported", UNCONFIRMED]])
     (lost,) = [line for line in node.said("iteration") if line["iteration"] == 100 + lossy]
@@ -84,17 +85,18 @@ def test_parameters_equal_the_truth_live(start_node, attach, lan, tmp_path: Path
     assert sum(lost["missing"].values()) >= gone > 0
     assert node.end() == 0 and [*node.said("problem"), *node.said("refused")] == []
     status = json.loads((tmp_path / "status.json").read_text())
-    assert status["gathered fsdp"]["step"] == int(max(truth)[-6:]) and "written fsdp" not in status
+    assert status["gathered fsdp"]["step"] == int(there[-1][-6:]) and "written fsdp" not in status
 
-    assert {path.name for path in folder.iterdir()} == truth.keys(), "those of complete iterations, and of no other"
     hashes = [json.loads(line) for line in (tmp_path / "hashes.jsonl").read_text().splitlines()]
-    for (name, tensors), said in zip(sorted(truth.items()), hashes, strict=True):
+    for tensors, said in zip(truth.values(), hashes, strict=True):  # of all that are offered, written or not
+        assert said["tensors"] == {name: hashlib.sha256(data).hexdigest() for name, data in tensors.items()}
+        assert said["optimizer"] == {}
+    assert sorted(path.name for path in folder.iterdir()) == there, "those of complete iterations, and of no other"
+    for name in there:
         loaded = load_parameters(folder / name)
-        assert content(loaded.parameters) == tensors and not loaded.optimizer_state
+        assert content(loaded.parameters) == truth[int(name[-6:])] and not loaded.optimizer_state
         assert {tensor.dtype for tensor in loaded.parameters.values()} == {getattr(torch, dtype)}
         assert (loaded.manifest["kind"], loaded.manifest["status"]) == ("parameters", "unverified")
-        assert said["tensors"] == {n: tensor_sha256(t) for n, t in loaded.parameters.items()}
-        assert said["optimizer"] == {}
         for read in (load_step, lambda path: load_init(path, job.model)):
             with pytest.raises(UserError, match="gathered parameters alone"):
                 read(folder / name)

@@ -124,7 +124,7 @@ class Followed:
                     self.said.append(f"{'closed' if event.published else 'not'} {event.iteration}")
                 case Lost():
                     self.said.append("lost")
-                case Skipped(one, other):
+                case Skipped(one, other, _):
                     self.said.append(f"skipped {one}-{other}")
                 case Waiting(iteration, _):
                     self.said.append(f"waiting {iteration}")
