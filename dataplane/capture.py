@@ -12,7 +12,9 @@ nothing is lost to a full ring.
 Traps handled here. A comma or a space in a path breaks DPDK's device arguments, and a file can be replaced
 between scan and replay: the file is opened once and DPDK gets /proc/self/fd/N. net_pcap takes a packet off
 the file before it asks for a buffer, so the pool is sized for a whole burst of the largest frames. It counts
-time in microseconds, whatever the file has. It never says that a file has ended: the scan's count decides.
+time in microseconds, whatever the file has. It never says that a file has ended: the scan's count decides, and no
+packet more is asked for, so a file may grow meanwhile. What libpcap would not read to its end comes through a pipe
+(feed.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from types import TracebackType
 from typing import Self
 
 from dataplane.counterfile import CounterFile
+from dataplane.feed import Feed
 from dataplane.memory import DATA_ROOMS, MemoryNeed, QueuePlan, plan_queue, room_for, total
 from dataplane.pcapfile import CaptureFileError, PcapInfo, scan_fd
 from dataplane.pydpdk.dmadev import DEPTH, DmaDevice
@@ -35,6 +38,7 @@ from dataplane.pydpdk.ethdev import Port
 from dataplane.pydpdk.ffi import lib
 from dataplane.pydpdk.mempool import Mempool
 from dataplane.rx import DMA_MINIMUM, RingMemory, RxConfig, RxThread
+from dataplane.spool import open_capture
 
 __all__ = ["DATA_ROOMS", "MemoryNeed", "PcapSource", "memory_needed", "room_for"]
 
@@ -88,16 +92,21 @@ class PcapSource:
     ) -> None:
         self.path = os.fspath(path)
         with ExitStack() as undo:
-            self._fd = _open(self.path)
+            self._fd, note = open_capture(self.path)
             undo.callback(os.close, self._fd)
-            self.info = _checked(self.path, self._fd, info)
+            self.info = _checked(self.path, self._fd, note, info)
             under_way = sum(engine.depth for engine in engines)
             plan = _plan(self.info, dump, ring_size, slot_size, data_room, burst, under_way)
             number = next(_numbers)
             self._counters = undo.enter_context(CounterFile(eal, os.path.basename(self.path), 1))
             self._memory = undo.enter_context(RingMemory(eal, ring_size, plan.slot, counters=self._counters))
             pool = undo.enter_context(Mempool(eal, f"fc_pool_{number}", plan.buffers, plan.room))
-            self._port = undo.enter_context(Port(eal, f"net_pcap{number}", f"rx_pcap=/proc/self/fd/{self._fd}"))
+            file = f"/proc/self/fd/{self._fd}"
+            if self.info.parts:
+                feed = Feed(self._fd, self.info.parts)
+                undo.callback(feed.close)
+                file = feed.path
+            self._port = undo.enter_context(Port(eal, f"net_pcap{number}", f"rx_pcap={file}"))
             self._port.configure()
             self._port.rx_queue(0, pool)
             config = RxConfig(
@@ -145,7 +154,7 @@ class PcapSource:
             self.info.size,
             f"{now['received']} of {self.info.packet_count} packets arrived{silence} "
             f"({now['errors']} read errors, {now['no_mbuf']} without a buffer)",
-            "do not write to the file during replay; else convert it: editcap -F pcap IN OUT",
+            "copy the file to a disk that holds it, and do not change it during replay",
         )
 
     def counters(self) -> dict[str, int]:
@@ -180,18 +189,12 @@ class PcapSource:
         self.close()
 
 
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else str(exc)
-        raise CaptureFileError(path, 0, f"cannot be opened: {reason}", "check path and permissions") from None
-
-
-def _checked(path: str, fd: int, info: PcapInfo | None) -> PcapInfo:
+def _checked(path: str, fd: int, note: str, info: PcapInfo | None) -> PcapInfo:
+    """A file that has grown since the scan is one that is still written: what the scan saw is there."""
     if info is None:
-        return scan_fd(path, fd)
+        return scan_fd(path, fd, note)
     status = os.fstat(fd)
-    if (status.st_size, status.st_mtime_ns) != (info.size, info.mtime_ns):
+    same = status.st_size == info.size and status.st_mtime_ns == info.mtime_ns
+    if not same and status.st_size <= info.size:
         raise CaptureFileError(path, 0, "the file changed since it was scanned", "wait until it is complete")
     return info

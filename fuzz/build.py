@@ -32,8 +32,8 @@ PACKAGES = ("parser", "dataplane", "flowcheck")
 CYTHON_MODULES = ("arenas", "machine", "observer")
 #: Pure Python that is compiled too: libFuzzer sees the branches of compiled code only.
 PYTHON_MODULES = (
-    "dataplane/pcapfile.py", "flowcheck/learning/bootstrap.py", "flowcheck/control/protocol.py",
-    "flowcheck/control/messages.py",
+    "dataplane/capturefile.py", "dataplane/pcapfile.py", "dataplane/pcapng.py", "flowcheck/learning/bootstrap.py",
+    "flowcheck/control/protocol.py", "flowcheck/control/messages.py",
 )
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 COMMON = ["-g1", "-O1", "-fno-omit-frame-pointer", "-DFC_DEBUG=1", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION", "-w"]
@@ -51,7 +51,7 @@ SMALL = {
 }
 SMALL_C = [
     "-DFC_WINDOW=16", "-DFC_SEEN_WORDS=8", "-DFC_SIDE_PACKETS=32", "-DFC_LOG_ENTRIES=16", "-DFC_LOSS_ENTRIES=64",
-    "-DFC_TALLY_SLOTS=4", "-DFC_REGIONS=8", "-DFC_HOLES_MAX=16",
+    "-DFC_LATE_ENTRIES=64", "-DFC_TALLY_SLOTS=4", "-DFC_REGIONS=8", "-DFC_HOLES_MAX=16",
 ]
 
 

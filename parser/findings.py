@@ -23,7 +23,7 @@ P2P_SIZE = 131072
 
 
 def interpret(survey: dict[str, Any]) -> dict[str, Any]:
-    """Adds `id`, `kind`, `protocol` and `mtu` to every flow; returns flows, connections and notes."""
+    """Adds `id`, `kind`, `protocol`, `mtu` and `partner` to every flow; returns flows, connections and notes."""
     flows: list[Flow] = survey["flows"]
     for number, flow in enumerate(flows):
         flow["id"] = number
@@ -40,6 +40,7 @@ def interpret(survey: dict[str, Any]) -> dict[str, Any]:
         for data, back, how in _pairs(flows, usable, announcers)
     ]
     connections.sort(key=lambda c: (c["source"], c["destination"], c["data_qp"]))
+    _set_partners(survey, flows, connections)
     per_announcer = Counter(c["clear_to_send_flow"] for c in connections)
     for c in connections:
         c["qps"] = per_announcer[c["clear_to_send_flow"]] if c["clear_to_send_flow"] is not None else None
@@ -170,6 +171,33 @@ def _pairs(flows: list[Flow], usable: list[Flow], announcers: dict[int, Flow]) -
     return found
 
 
+def _set_partners(survey: dict[str, Any], flows: list[Flow], connections: list[dict[str, Any]]) -> None:
+    """`partner` of each flow: "captured"; "absent", if no flow that might be it is there; "unknown", if one might, or
+    packets were not read; None of what has no other direction."""
+    paired = {c["data_flow"] for c in connections} | {c["back_flow"] for c in connections}
+    packets = survey["packets"]
+    unread = survey["unlisted_flow_packets"] or any(
+        packets[what] for what in ("truncated", "malformed", "fragment", "encapsulated")
+    )
+    free = {
+        (flow["src"], flow["dst"]) for flow in flows
+        if flow["id"] not in paired and (_has_partner(flow) or flow["kind"] == "wrong ICRC only")
+    }
+    for flow in flows:
+        if flow["id"] in paired:
+            flow["partner"] = "captured"
+        elif not _has_partner(flow):
+            flow["partner"] = None
+        else:
+            flow["partner"] = "unknown" if unread or (flow["dst"], flow["src"]) in free else "absent"
+
+
+def _has_partner(flow: Flow) -> bool:
+    return flow["dest_qp"] not in MANAGEMENT_QPS and flow["kind"] != "datagrams" and bool(
+        flow["requests"] or flow["answers"]
+    )
+
+
 def _oriented(a: Flow, b: Flow) -> tuple[int, int]:
     """Data first: the direction that writes or sends more payload."""
     if a["cts"] is None and b["cts"] is not None:
@@ -228,10 +256,9 @@ def _notes(
 ) -> Iterator[dict[str, Any]]:
     for level, text in _capture_notes(survey):
         yield {"level": level, "text": text, "flow": None}
-    paired = {c["data_flow"] for c in connections} | {c["back_flow"] for c in connections}
     unseen = {c["data_flow"]: c["acknowledged_unseen"] for c in connections if c["acknowledged_unseen"]}
     for flow in flows:
-        for level, text in _flow_notes(flow, flow["id"] in paired, unseen.get(flow["id"], 0)):
+        for level, text in _flow_notes(flow, unseen.get(flow["id"], 0)):
             yield {"level": level, "text": text, "flow": flow["id"]}
     bad = [flow for flow in flows if flow["kind"] == "wrong ICRC only"]
     if bad:
@@ -269,7 +296,7 @@ def _capture_notes(survey: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "warning",
             (
                 f"{packets['encapsulated']} packets may carry RoCEv2 in an encapsulation that is not unpacked "
-                f"({named}): mirror with SPAN, ERSPAN or GRE with Ethernet inside"
+                f"({named}): mirror with SPAN or ERSPAN, or remove what is in front of them"
             ),
         )
     if survey["unlisted_flow_packets"]:
@@ -284,7 +311,7 @@ def _capture_notes(survey: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _flow_notes(flow: Flow, paired: bool, unseen: int) -> Iterator[tuple[str, str]]:
+def _flow_notes(flow: Flow, unseen: int) -> Iterator[tuple[str, str]]:
     wrong, requests = flow["icrc"]["wrong"], flow["requests"]
     if wrong and flow["icrc"]["ok"]:
         yield (
@@ -301,9 +328,11 @@ def _flow_notes(flow: Flow, paired: bool, unseen: int) -> Iterator[tuple[str, st
         yield "info", f"{where}: mirrored at two ports, or retransmitted"
     if requests and flow["kind"].startswith("NCCL") and requests["psn_first"] != 0:
         yield "info", f"the first PSN is {requests['psn_first']}, NCCL starts at 0: the capture began later"
-    if flow["kind"] == "NCCL data" and not paired:
+    if flow["partner"] == "unknown":
+        yield "info", "which flow is its other direction is not known: neither UDP source ports nor addresses say it"
+    if flow["kind"] == "NCCL data" and flow["partner"] == "absent":
         yield "warning", "the other direction (clear-to-send, ACK) was not captured"
-    if flow["kind"] == "NCCL clear-to-send" and not paired:
+    if flow["kind"] == "NCCL clear-to-send" and flow["partner"] == "absent":
         yield "warning", "the data these clear-to-send writes ask for was not captured"
     if len(flow["mirrors"]) > 1:
         yield "info", f"seen through {len(flow['mirrors'])} mirrors: {', '.join(flow['mirrors'])}"

@@ -20,6 +20,7 @@ cdef extern from "machine.h" nogil:
         FC_SIDE_PACKETS
         FC_SEEN_WORDS
         FC_LOG_ENTRIES
+        FC_LATE_ENTRIES
         FC_LOSS_ENTRIES
         FC_YOUNG
         FC_TIMES
@@ -146,6 +147,8 @@ cdef extern from "machine.h" nogil:
         fc_side_packet *side
         fc_log_entry *log
         fc_loss *losses
+        fc_loss *late
+        uint64_t n_late
         fc_difference *differences
         uint64_t differed
         fc_shed shed

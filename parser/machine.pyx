@@ -585,6 +585,20 @@ cdef class Engine(Arenas):
                 })
         return out
 
+    def late_places(self):
+        """What has come for gradients of iterations that were closed: (iteration, first region byte, bytes) of each
+        packet, the first 8192 of each thread."""
+        cdef uint32_t t
+        cdef uint64_t i
+        cdef const fc_loss *one
+        out = []
+        for t in range(self.threads):
+            for i in range(min(self.machines[t].n_late, <uint64_t>FC_LATE_ENTRIES)):
+                one = &self.machines[t].late[i]
+                if one.target == FC_GRADIENT:
+                    out.append((one.iteration, one.offset, one.bytes))
+        return out
+
     def losses(self):
         """Places known to be missing: dicts of cause, target, iteration, offset, bytes (region bytes)."""
         cdef uint32_t t

@@ -12,6 +12,11 @@ cdef extern from "psn.h" nogil:
 
 cdef extern from "othertraffic.h" nogil:
     enum:
+        FC_OTHER_LLC
+        FC_OTHER_UDP
+        FC_OTHER_IP4
+        FC_OTHER_IP6
+        FC_OTHER_ETHERTYPE
         FC_OTHER_KINDS
     ctypedef struct fc_tcp_part:
         const uint8_t *src
@@ -22,7 +27,10 @@ cdef extern from "othertraffic.h" nogil:
         uint32_t seq
         uint8_t ip_version
         uint8_t flags
-    int fc_other_sort(const uint8_t *frame, size_t length, int *handshake)
+    ctypedef struct fc_other:
+        uint32_t number
+        uint32_t handshake
+    int fc_other_sort(const uint8_t *frame, size_t length, fc_other *out)
     int fc_tcp_segment(const uint8_t *frame, size_t length, fc_tcp_part *out, int *encrypted)
 
 
@@ -47,6 +55,7 @@ cdef extern from "counts.h" nogil:
         uint64_t other
         uint64_t *key
         uint64_t *count
+    void fc_tally_add(fc_tally *t, uint64_t key)
     ctypedef struct fc_region:
         uint64_t address, size
         uint32_t rkey
@@ -167,8 +176,10 @@ cdef class Observer:
     cdef uint64_t status[FC_DECODE_STATUS_COUNT]
     cdef uint64_t refused[FC_REFUSALS]  # encapsulated packets by reason
     cdef uint64_t other[FC_OTHER_KINDS]
+    cdef fc_tally unknown, hidden  # kind << 32 | number of other traffic that has no name; with RoCEv2 inside
     cdef uint64_t per_stream[FC_STREAMS_MAX]
     cdef void see(self, const fc_packetref *ref) noexcept nogil
+    cdef bint sort(self, const fc_packetref *ref) noexcept nogil
     cdef void count(self, const fc_packetref *ref, const fc_roce *p, int status) noexcept nogil
     cdef void collect(self, const fc_packetref *ref, const fc_roce *p) noexcept nogil
     cdef void keep_start(self, Flow *f, const fc_packetref *ref, const fc_roce *p, int64_t psn) noexcept nogil

@@ -23,7 +23,7 @@ from parser.cts cimport FC_CTS_REQUESTS, cts_fill
 from parser.packetref cimport FC_REF_TRUNCATED, fc_ring, fc_ring_at, fc_ring_drained, fc_ring_peek, fc_ring_release
 from parser.roce cimport (
     FC_ENCAPSULATED, FC_NOT_ROCE, FC_RC_WRITE_FIRST, FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE,
-    FC_RC_WRITE_ONLY_IMM, FC_ROCE, FC_TRUNCATED, fc_icrc_ok, fc_roce_decode,
+    FC_RC_WRITE_ONLY_IMM, FC_ROCE, FC_TRUNCATED, FC_TUNNEL_STAMP, fc_icrc_ok, fc_roce_decode, fc_roce_hidden,
 )
 
 from parser.nccl import CTS_ELEMENTS
@@ -156,6 +156,9 @@ cdef class Observer:
         cdef fc_roce p
         cdef int status = fc_roce_decode(ref.data, ref.length, &p)
         cdef bint cut = status == FC_TRUNCATED or ref.flags & FC_REF_TRUNCATED != 0
+        if status == FC_NOT_ROCE and self.sort(ref):
+            status = FC_ENCAPSULATED
+            p.refusal = 0
         self.packets += 1
         self.status[status] += 1
         self.per_stream[ref.stream % FC_STREAMS_MAX] += 1
@@ -171,12 +174,29 @@ cdef class Observer:
         elif not self.n_requests:
             self.keep_segment(ref)
 
+    cdef bint sort(self, const fc_packetref *ref) noexcept nogil:
+        """Count a packet that is not RoCEv2 by what it is. True: it holds RoCEv2 behind something that has no name."""
+        cdef fc_other found
+        cdef int kind = fc_other_sort(ref.data, ref.length, &found)
+        cdef uint64_t key
+        if kind in (FC_OTHER_UDP, FC_OTHER_IP4, FC_OTHER_IP6, FC_OTHER_ETHERTYPE, FC_OTHER_LLC):
+            key = <uint64_t>(
+                1 if kind == FC_OTHER_UDP else 2 if kind in (FC_OTHER_IP4, FC_OTHER_IP6) else 0) << 32 | found.number
+            if fc_roce_hidden(ref.data, ref.length):
+                fc_tally_add(&self.hidden, key)
+                return True
+            if kind != FC_OTHER_LLC:
+                fc_tally_add(&self.unknown, key)
+        self.other[kind] += 1
+        self.bootstrap += found.handshake
+        self.cut_other += (ref.flags & FC_REF_TRUNCATED) != 0
+        return False
+
     # -- counts -------------------------------------------------------------------------------------------
 
     cdef void count(self, const fc_packetref *ref, const fc_roce *p, int status) noexcept nogil:
         """p: NULL if the packet is not RoCEv2."""
         cdef Flow *f
-        cdef int handshake
         if ref.timestamp_ns:
             if self.first_ns == 0 or ref.timestamp_ns < self.first_ns:
                 self.first_ns = ref.timestamp_ns
@@ -189,10 +209,6 @@ cdef class Observer:
                 fc_count_packet(f.counts, ref, p, self.elements, self.n_elements)
         elif status == FC_TRUNCATED:
             self.longest_cut = max(self.longest_cut, ref.length)
-        elif status == FC_NOT_ROCE:
-            self.cut_other += (ref.flags & FC_REF_TRUNCATED) != 0
-            self.other[fc_other_sort(ref.data, ref.length, &handshake)] += 1
-            self.bootstrap += handshake
 
     # -- messages -----------------------------------------------------------------------------------------
 
@@ -371,7 +387,8 @@ cdef class Observer:
                 "cut_roce": self.status[FC_TRUNCATED], "encrypted": self.encrypted, "encapsulated": self._refused()}
 
     def _refused(self) -> dict:
-        return {REFUSAL_NAMES[i]: self.refused[i] for i in range(1, FC_REFUSALS) if self.refused[i]}
+        named = {REFUSAL_NAMES[i]: self.refused[i] for i in range(1, FC_REFUSALS) if self.refused[i]}
+        return {**named, **_numbers(&self.hidden)}
 
     def report(self) -> dict:
         """counts: observations as plain dictionaries, keys as in docs/use/inspect.md. Flows in order of appearance."""
@@ -390,6 +407,7 @@ cdef class Observer:
             "unlisted_flow_packets": self.unlisted,
             "encapsulated": self._refused(),
             "noise": {name: self.other[i] for i, name in enumerate(NOISE_NAMES) if self.other[i]},
+            "unknown": _numbers(&self.unknown),
             "bootstrap_handshakes": self.bootstrap,
             "flows": [_flow(&flows[i]) for i in range(self.flows.used)],
         }
@@ -407,7 +425,25 @@ cdef dict _tally(const fc_tally *t):
 
 cdef dict _mirrors(const fc_tally *t):
     """{"ERSPAN II session 7": packets}: the mirrors that had wrapped a flow's packets."""
-    return {f"{TUNNEL_NAMES[key >> 32]} session {key & 0xFFFFFFFF}": n for key, n in _tally(t).items()}
+    return {
+        TUNNEL_NAMES[key >> 32] + ("" if key >> 32 == FC_TUNNEL_STAMP else f" session {key & 0xFFFFFFFF}"): n
+        for key, n in _tally(t).items()
+    }
+
+
+cdef dict _numbers(const fc_tally *t):
+    """{"ethertype 0x8903": packets}: what has no name, by its number; "further numbers" beyond those that are kept."""
+    found = {}
+    for key, n in _tally(t).items():
+        number = key & 0xFFFFFFFF
+        if key >> 32:
+            found[f"UDP port {number}" if key >> 32 == 1 else f"IP protocol {number}"] = n
+        else:
+            found[f"ethertype {number:#06x}" if number >= 0x600 else "IEEE 802.3 length"] = (
+                n + found.get("IEEE 802.3 length", 0) * (number < 0x600))
+    if t.other:
+        found["further numbers"] = t.other
+    return found
 
 
 cdef list _regions(const fc_regions *r):

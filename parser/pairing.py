@@ -1,7 +1,8 @@
 """Which flows are one connection: data, and what comes back for it. The same code for `inspect` and for learning.
 
     Announced(regions).by(writes) -> announcers     by the addresses that clear-to-send writes name (5.4)
-    port_partners(flows) -> {flow: its partner}     by UDP source port, which both directions share (5.8)
+    port_partners(flows) -> {flow: its partner}     by UDP source port (5.8): both directions share one that is made of
+                                                    both queue pairs' numbers, or each has its sender's number
 
 A flow is one direction of one queue pair. Pure functions; section numbers: reference nccl-wire.md.
 """
@@ -9,7 +10,7 @@ A flow is one direction of one queue pair. Pure functions; section numbers: refe
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
 __all__ = ["Announced", "connection_port", "port_partners"]
@@ -18,6 +19,7 @@ FlowId = TypeVar("FlowId", bound=Hashable)
 MANAGEMENT_QPS = (0, 1)
 NEIGHBOURS = 16
 CANDIDATES_MAX = 4096
+_SENDER_PORTS: tuple[Callable[[int], int], ...] = (lambda qpn: qpn & 0xFFFF, lambda qpn: qpn & 0x3FFF | 0xC000)
 
 
 def connection_port(qp_a: int, qp_b: int) -> int:
@@ -60,13 +62,35 @@ class Announced:
 
 
 def port_partners(flows: Mapping[FlowId, tuple[Hashable, Hashable, int, int]]) -> dict[FlowId, FlowId]:
-    """Flows whose UDP source port is made of both queue pair numbers: 14 bits that must fit, so a pair counts only if
-    neither side fits a second partner. flows: (source, destination, QP number, port) of each; both ways are returned.
-    """
+    """Flows whose UDP source port is made of both queue pair numbers, or of the sender's own as NICs do that are told
+    no flow label: 14 bits that must fit, so a pair counts only if neither side fits a second partner.
+
+    flows: (source, destination, QP number, port) of each; both ways are returned."""
     index: dict[tuple[Hashable, Hashable, int], list[FlowId]] = {}
     for flow, (src, dst, qpn, port) in flows.items():
         if qpn not in MANAGEMENT_QPS:
             index.setdefault((src, dst, port), []).append(flow)
+    shared = _both_ways(_sharing(flows, index))
+    for number_of in _SENDER_PORTS:
+        own = {}
+        for flow, (src, dst, qpn, port) in flows.items():
+            there = index.get((dst, src, number_of(qpn)), [])
+            if flow not in shared and qpn not in MANAGEMENT_QPS and len(there) <= CANDIDATES_MAX:
+                own[flow] = [other for other in there if other not in shared and number_of(flows[other][2]) == port]
+        shared |= _both_ways(own)
+    return shared
+
+
+def _both_ways(partners: Mapping[FlowId, list[FlowId]]) -> dict[FlowId, FlowId]:
+    return {
+        flow: found[0] for flow, found in partners.items() if len(found) == 1 and partners.get(found[0]) == [flow]
+    }
+
+
+def _sharing(
+    flows: Mapping[FlowId, tuple[Hashable, Hashable, int, int]],
+    index: Mapping[tuple[Hashable, Hashable, int], list[FlowId]],
+) -> dict[FlowId, list[FlowId]]:
     partners: dict[FlowId, list[FlowId]] = {}
     for (src, dst, port), here in index.items():
         there = index.get((dst, src, port), [])
@@ -75,4 +99,4 @@ def port_partners(flows: Mapping[FlowId, tuple[Hashable, Hashable, int, int]]) -
         for flow in here:
             qpn = flows[flow][2]
             partners[flow] = [other for other in there if connection_port(qpn, flows[other][2]) == port]
-    return {flow: found[0] for flow, found in partners.items() if len(found) == 1 and len(partners[found[0]]) == 1}
+    return partners

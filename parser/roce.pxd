@@ -77,6 +77,7 @@ cdef extern from "roce.h" nogil:
         uint32_t session
 
     int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
+    int fc_roce_hidden(const uint8_t *frame, size_t len)
     int fc_icrc_ok(const fc_roce *p)
     uint32_t fc_icrc(const fc_roce *p)
     const char *fc_icrc_all[4]
@@ -87,6 +88,7 @@ cdef extern from "tunnel.h" nogil:
     enum:
         FC_TUNNEL_INSIDE
         FC_TUNNEL_KINDS
+        FC_TUNNEL_STAMP
         FC_REFUSALS
 
     ctypedef struct fc_tunnel:

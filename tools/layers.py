@@ -32,7 +32,7 @@ LEFT_OF = {
     "switch_configs": set(),
 }
 # Files of a neighbour that a layer may use although it may not import the neighbour.
-SHARED_FILES = {("parser", f"dataplane/include/{name}.h") for name in ("lock", "packetref", "tunnel")} | {
+SHARED_FILES = {("parser", f"dataplane/include/{name}.h") for name in ("lock", "packetref", "tag", "tunnel")} | {
     ("updater", "flowcheck/control/include/sums.h"),  # of what trainers sum up, who have no updater
 }
 

@@ -13,6 +13,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "tag.h"
 #include "tunnel.h"
 
 static inline uint32_t fc_be16(const uint8_t *p)
@@ -20,45 +21,70 @@ static inline uint32_t fc_be16(const uint8_t *p)
     return (uint32_t)p[0] << 8 | p[1];
 }
 
+static inline int fc_frame_cut_at(const uint8_t *head, size_t have, size_t captured, int inside);
+
+/* ip: a packet of which `have` bytes may be read and `captured` were captured. */
+static inline int fc_ip_cut(uint32_t type, const uint8_t *ip, size_t have, size_t captured, int inside);
+
+/* What is behind a header that is entered; it ends `end` bytes behind that header's beginning, by what it says. */
+static inline int fc_inside_cut(int status, const fc_tunnel *tunnel, size_t have, size_t end)
+{
+    size_t at = tunnel->offset, left = (have < end ? have : end) - at;
+
+    if (status != FC_TUNNEL_INSIDE || tunnel->refusal)
+        return 0;
+    if (tunnel->truncated)
+        return 1;
+    if (tunnel->inside == FC_INSIDE_FRAME)
+        return fc_frame_cut_at(tunnel->inner, left, end - at, 1);
+    return fc_ip_cut(tunnel->inside, tunnel->inner, left, end - at, 1);
+}
+
+static inline int fc_ip_cut(uint32_t type, const uint8_t *ip, size_t have, size_t captured, int inside)
+{
+    size_t behind, end;
+    uint32_t protocol;
+    fc_tunnel tunnel;
+    int status;
+
+    if (have < 6)
+        return 1;
+    /* IPv4 total length 0 and IPv6 payload length 0 mean "not said here" (offloaded, jumbogram). */
+    end = type == 0x0800 ? fc_be16(ip + 2) : 40 + fc_be16(ip + 4);
+    if (captured < end)
+        return 1;
+    if (inside || have < 20)
+        return 0;
+    protocol = type == 0x0800 ? ip[9] : ip[6];
+    behind = type == 0x0800 ? (ip[0] & 0x0fu) * 4 : 40;
+    /* A fragment is no whole tunnel; IPv6 extension headers in front of one are not looked through. */
+    if ((!fc_tunnel_protocol(protocol) && protocol != 17) || behind >= end || behind >= have
+        || (type == 0x0800 && fc_be16(ip + 6) & 0x3fff))
+        return 0;
+    status = fc_tunnel_enter(protocol, ip + behind, (have < end ? have : end) - behind, &tunnel);
+    return fc_inside_cut(status, &tunnel, have - behind, end - behind);
+}
+
 /* head: the first `have` bytes of a frame of which `captured` bytes were captured. Reads no more than the
  * headers up to the tunnel's end. inside: head is a mirrored frame, a second tunnel is not entered. */
 static inline int fc_frame_cut_at(const uint8_t *head, size_t have, size_t captured, int inside)
 {
-    size_t at = 12, behind, end;
-    uint32_t type, protocol, length;
+    size_t at;
+    uint32_t type;
     fc_tunnel tunnel;
+    int status;
 
     if (have < 14)
         return 1;
-    type = fc_be16(head + at);
-    for (int tags = 0; tags < 2 && (type == 0x8100 || type == 0x88a8); tags++) {
-        at += 4;
-        if (have < at + 2)
-            return 1;
-        type = fc_be16(head + at);
-    }
-    at += 2;
-    if (type != 0x0800 && type != 0x86dd)
-        return 0;
-    if (have < at + 6)
+    type = fc_frame_type(head, have, &at);
+    if (have < at)
         return 1;
-    /* IPv4 total length 0 and IPv6 payload length 0 mean "not said here" (offloaded, jumbogram). */
-    length = type == 0x0800 ? fc_be16(head + at + 2) : 40 + fc_be16(head + at + 4);
-    if (captured < at + length)
-        return 1;
-    if (inside || have < at + 20)
+    if (type == 0x0800 || type == 0x86dd)
+        return fc_ip_cut(type, head + at, have - at, captured - at, inside);
+    if (inside || !fc_tunnel_has_type(type))
         return 0;
-    protocol = type == 0x0800 ? head[at + 9] : head[at + 6];
-    behind = at + (type == 0x0800 ? (head[at] & 0x0fu) * 4 : 40);
-    end = at + length;
-    /* A fragment is no whole tunnel; IPv6 extension headers in front of one are not looked through. */
-    if ((protocol != 47 && protocol != 17) || behind >= end || behind >= have
-        || (type == 0x0800 && fc_be16(head + at + 6) & 0x3fff))
-        return 0;
-    if (fc_tunnel_enter(protocol, head + behind, (have < end ? have : end) - behind, &tunnel) != FC_TUNNEL_INSIDE)
-        return 0;
-    behind += tunnel.offset;
-    return tunnel.truncated || fc_frame_cut_at(head + behind, (have < end ? have : end) - behind, end - behind, 1);
+    status = fc_tunnel_type(type, head + at, have - at, &tunnel);
+    return status == FC_TUNNEL_SHORT || fc_inside_cut(status, &tunnel, have - at, captured - at);
 }
 
 /* The same in short for what nearly every packet is: untagged, no IP options or extension headers, UDP to RoCE's
@@ -84,25 +110,21 @@ static inline int fc_frame_cut(const uint8_t *head, uint32_t have, uint32_t capt
     return cut >= 0 ? cut : fc_frame_cut_at(head, have, captured, 0);
 }
 
-/* Can this frame not hold RoCE, whatever lies behind what is read here? Frames that are cut short, fragments,
- * tunnels and what may hide RoCE and is not unpacked (tunnel.h) are kept: the parser names them. */
+/* Can this frame not hold RoCE, whatever lies behind what is read here? Frames that are cut short, fragments, tunnels,
+ * what may hold RoCE and is not unpacked (tunnel.h), and types that nobody here knows are kept: the parser names them. */
 static inline int fc_frame_other(const uint8_t *head, uint32_t have)
 {
-    size_t at = 12, behind;
-    uint32_t type, protocol;
+    size_t at, behind;
+    uint32_t type, protocol, port;
 
     if (have < 14)
         return 0;
-    type = fc_be16(head + at);
-    for (int tags = 0; tags < 2 && (type == 0x8100 || type == 0x88a8); tags++) {
-        at += 4;
-        if (have < at + 2)
-            return 0;
-        type = fc_be16(head + at);
-    }
-    at += 2;
-    if (type != 0x0800 && type != 0x86dd)
-        return type != 0x8915 && fc_refused_type(type) == FC_REFUSED_NOT; /* 0x8915: RoCE version 1 */
+    type = fc_frame_type(head, have, &at);
+    if (have < at)
+        return 0;
+    if (type != 0x0800 && type != 0x86dd) /* 802.3 lengths, ARP, flow control, LLDP, PTP, 802.1X, PPPoE discovery */
+        return type < 0x0600 || type == 0x0806 || type == 0x8808 || type == 0x88cc || type == 0x88f7 || type == 0x888e
+               || type == 0x8863;
     if (have < at + 40)
         return 0;
     protocol = type == 0x0800 ? head[at + 9] : head[at + 6];
@@ -113,14 +135,8 @@ static inline int fc_frame_other(const uint8_t *head, uint32_t have)
     behind = at + (type == 0x0800 ? (head[at] & 0x0fu) * 4 : 40);
     if (have < behind + 4)
         return 0;
-    switch (fc_be16(head + behind + 2)) {
-    case 4791: /* RoCEv2 */
-    case 4789: /* VXLAN, and what is refused by name */
-    case 4790:
-    case 6081:
-    case 6635: return 0;
-    default: return 1;
-    }
+    port = fc_be16(head + behind + 2);
+    return port != 4791 && !fc_tunnel_port(port);
 }
 
 #endif

@@ -1,13 +1,19 @@
-/* Encapsulated mirrors: from a transport header to the mirrored Ethernet frame behind it.
+/* Encapsulated mirrors: from a transport header, or an Ethernet type, to the mirrored frame or IP packet behind it.
  *
- *   Ethernet | IPv4/IPv6 | GRE [| ERSPAN II or III] | mirrored frame       (IP protocol 47)
- *   Ethernet | IPv4/IPv6 | UDP 4789 | VXLAN         | mirrored frame
+ *   Ethernet | IPv4/IPv6 | GRE [| ERSPAN II or III]      | frame, IP       (IP protocol 47)
+ *   Ethernet | IPv4/IPv6 | UDP | VXLAN, GENEVE, TZSP     | frame, IP
+ *   Ethernet | IPv4/IPv6                                 | IP              (IP in IP; EtherIP: frame)
+ *   Ethernet | PBB, FabricPath, TRILL, NSH               | frame           (NSH: IP too)
+ *   Ethernet | PPPoE, MPLS                               | IP
  *
- * One step in, no loop, no state: the caller has walked Ethernet and IP and calls fc_tunnel_enter with the
- * bytes behind the IP header. What may hold RoCE and is not unpacked here is refused with its name, never
- * taken for other traffic. Plain C, shared by dataplane (is the frame cut?) and parser (decode).
+ * One step in, no state: the caller has walked Ethernet and IP and calls fc_tunnel_enter with the bytes behind
+ * the IP header, or fc_tunnel_type with those behind an Ethernet type. What may hold RoCE and is not unpacked here is
+ * refused with its name, never taken for other traffic. Plain C, shared by dataplane (is the frame cut?) and parser
+ * (decode).
  *
- * Sources: RFC 2784/2890 (GRE), RFC 7348 (VXLAN), draft-foschiano-erspan-03 (ERSPAN I, II, III).
+ * Sources: RFC 2784/2890 (GRE), RFC 7348 (VXLAN), draft-ietf-nvo3-vxlan-gpe, draft-smith-vxlan-group-policy, RFC 8926
+ * (GENEVE), draft-foschiano-erspan-03 (ERSPAN I, II, III), RFC 2003 and 4213 (IP in IP), RFC 3378 (EtherIP), RFC 3032
+ * (MPLS), RFC 2516 (PPPoE), RFC 8300 (NSH), RFC 6325 (TRILL), IEEE 802.1ah (PBB), Wireshark's packet-tzsp.c.
  */
 #ifndef FLOWCHECK_TUNNEL_H
 #define FLOWCHECK_TUNNEL_H
@@ -22,7 +28,18 @@ enum fc_tunnel_kind {
     FC_TUNNEL_ERSPAN_2 = 3,
     FC_TUNNEL_ERSPAN_3 = 4,
     FC_TUNNEL_VXLAN = 5,
-    FC_TUNNEL_KINDS = 6
+    FC_TUNNEL_GENEVE,
+    FC_TUNNEL_TZSP,
+    FC_TUNNEL_IP,
+    FC_TUNNEL_ETHERIP,
+    FC_TUNNEL_MPLS,
+    FC_TUNNEL_PPPOE,
+    FC_TUNNEL_NSH,
+    FC_TUNNEL_PBB,
+    FC_TUNNEL_FABRICPATH,
+    FC_TUNNEL_TRILL,
+    FC_TUNNEL_STAMP,          /* not a tunnel: a time stamp in front of the type (tag.h)   */
+    FC_TUNNEL_KINDS
 };
 
 enum fc_tunnel_status {
@@ -37,7 +54,6 @@ enum fc_refusal {
     FC_REFUSED_NOT = 0,
     FC_REFUSED_GRE_VERSION,
     FC_REFUSED_GRE_ROUTING,
-    FC_REFUSED_GRE_IP,
     FC_REFUSED_GRE_MPLS,
     FC_REFUSED_GRE_VENDOR,
     FC_REFUSED_GRE_OTHER,
@@ -46,31 +62,34 @@ enum fc_refusal {
     FC_REFUSED_VXLAN,
     FC_REFUSED_GENEVE,
     FC_REFUSED_MPLS,
-    FC_REFUSED_IP_IN_IP,
     FC_REFUSED_L2TP,
     FC_REFUSED_ENCRYPTED,
-    FC_REFUSED_BACKBONE,
+    FC_REFUSED_NSH,
     FC_REFUSED_TWICE,
     FC_REFUSALS
 };
 
 static const char *const fc_refusal_names[FC_REFUSALS] = {
-    "", "GRE version 1", "GRE with source routing", "GRE carrying IP", "GRE carrying MPLS",
+    "", "GRE version 1", "GRE with source routing", "GRE carrying MPLS",
     "GRE with a vendor's mirror header (0x8949)", "GRE carrying another protocol", "unknown ERSPAN version",
-    "ERSPAN payload is not Ethernet", "VXLAN without a plain Ethernet payload", "GENEVE", "MPLS", "IP in IP",
-    "L2TP or EtherIP", "encrypted (IPsec or MACsec)", "provider backbone bridge", "encapsulated twice",
+    "ERSPAN payload is not Ethernet", "VXLAN without a plain Ethernet payload", "GENEVE", "MPLS", "L2TP or EtherIP",
+    "encrypted (IPsec or MACsec)", "NSH", "encapsulated twice",
 };
 
 static const char *const fc_tunnel_names[FC_TUNNEL_KINDS] = {
-    "", "GRE", "ERSPAN I", "ERSPAN II", "ERSPAN III", "VXLAN",
+    "", "GRE", "ERSPAN I", "ERSPAN II", "ERSPAN III", "VXLAN", "GENEVE", "TZSP", "IP in IP", "EtherIP", "MPLS",
+    "PPPoE", "NSH", "PBB", "FabricPath", "TRILL", "Arista time stamp",
 };
 
+enum { FC_INSIDE_FRAME = 0, FC_INSIDE_IPV4 = 0x0800, FC_INSIDE_IPV6 = 0x86dd }; /* an Ethernet type, 0: a frame */
+
 typedef struct fc_tunnel {
-    const uint8_t *inner; /* mirrored Ethernet frame                                          */
-    uint32_t offset;      /* of it behind the transport header                                */
-    uint32_t session;     /* ERSPAN session id (10 bits), GRE key, VXLAN network; 0 without   */
+    const uint8_t *inner; /* mirrored Ethernet frame, or IP packet                            */
+    uint32_t offset;      /* of it behind the header that was given                           */
+    uint32_t session;     /* ERSPAN session, GRE key, network of VXLAN, GENEVE, PBB; 0 without */
+    uint16_t inside;      /* FC_INSIDE_*                                                      */
     uint8_t kind;
-    uint8_t refusal;
+    uint8_t refusal;      /* with FC_TUNNEL_INSIDE: what it is if no RoCE is inside, 0: what is inside */
     uint8_t truncated;    /* ERSPAN's T bit: the mirror cut the frame                         */
     uint8_t bad;          /* ERSPAN III: the mirrored frame had a CRC or alignment error      */
 } fc_tunnel;
@@ -80,31 +99,27 @@ static inline uint32_t fc_tunnel_be16(const uint8_t *p)
     return (uint32_t)p[0] << 8 | p[1];
 }
 
-/* Ethernet types that may hold RoCE and are not unpacked; FC_REFUSED_NOT for all others. */
-static inline int fc_refused_type(uint32_t type)
+/* IP protocols and IPv6 next headers that may hold RoCE and are not unpacked; FC_REFUSED_NOT for all others. */
+static inline int fc_refused_protocol(uint32_t protocol)
 {
-    switch (type) {
-    case 0x8847:
-    case 0x8848: return FC_REFUSED_MPLS;
-    case 0x88e5: return FC_REFUSED_ENCRYPTED; /* MACsec */
-    case 0x88e7: return FC_REFUSED_BACKBONE;
+    switch (protocol) {
+    case 50:
+    case 51: return FC_REFUSED_ENCRYPTED;
+    case 115: return FC_REFUSED_L2TP;
     default: return FC_REFUSED_NOT;
     }
 }
 
-/* Likewise IP protocols and IPv6 next headers. */
-static inline int fc_refused_protocol(uint32_t protocol)
+/* IP protocols that are walked into. */
+static inline int fc_tunnel_protocol(uint32_t protocol)
 {
-    switch (protocol) {
-    case 4:
-    case 41: return FC_REFUSED_IP_IN_IP;
-    case 50:
-    case 51: return FC_REFUSED_ENCRYPTED;
-    case 97:
-    case 115: return FC_REFUSED_L2TP;
-    case 137: return FC_REFUSED_MPLS;
-    default: return FC_REFUSED_NOT;
-    }
+    return protocol == 47 || protocol == 4 || protocol == 41 || protocol == 97 || protocol == 137;
+}
+
+/* UDP ports likewise. */
+static inline int fc_tunnel_port(uint32_t port)
+{
+    return port == 4789 || port == 8472 || port == 4790 || port == 6081 || port == 6635 || port == 37008;
 }
 
 static inline int fc_tunnel_refuse(fc_tunnel *out, int refusal)
@@ -113,9 +128,21 @@ static inline int fc_tunnel_refuse(fc_tunnel *out, int refusal)
     return FC_TUNNEL_REFUSED;
 }
 
+static inline int fc_tunnel_inside(
+    fc_tunnel *out, int kind, uint32_t inside, const uint8_t *at, size_t have, size_t offset)
+{
+    if (have < offset)
+        return FC_TUNNEL_SHORT;
+    out->kind = (uint8_t)kind;
+    out->inside = (uint16_t)inside;
+    out->inner = at + offset;
+    out->offset = (uint32_t)offset;
+    return FC_TUNNEL_INSIDE;
+}
+
 static inline int fc_tunnel_erspan(const uint8_t *at, size_t have, uint32_t version, uint32_t offset, fc_tunnel *out)
 {
-    uint32_t word, size = version == 1 ? 8 : 12;
+    uint32_t word, type = 0, size = version == 1 ? 8 : 12;
 
     if (have < offset + size)
         return FC_TUNNEL_SHORT;
@@ -129,7 +156,8 @@ static inline int fc_tunnel_erspan(const uint8_t *at, size_t have, uint32_t vers
     if (version == 2) {
         word = fc_tunnel_be16(at + 10); /* P 1, frame type 5, hardware 6, D 1, granularity 2, O 1 */
         out->bad = (at[2] >> 3 & 3) == 3;
-        if (word >> 10 & 0x1f)
+        type = word >> 10 & 0x1f; /* 0: Ethernet, 2: IP */
+        if (type != 0 && type != 2)
             return fc_tunnel_refuse(out, FC_REFUSED_ERSPAN_PAYLOAD);
         if (word & 1) {
             size += 8; /* platform specific subheader */
@@ -137,9 +165,33 @@ static inline int fc_tunnel_erspan(const uint8_t *at, size_t have, uint32_t vers
                 return FC_TUNNEL_SHORT;
         }
     }
+    if (type == 2 && have == offset + size)
+        return FC_TUNNEL_SHORT;
+    out->inside = type == 0 ? FC_INSIDE_FRAME : at[size] >> 4 == 6 ? FC_INSIDE_IPV6 : FC_INSIDE_IPV4;
     out->inner = at + size;
     out->offset = offset + size;
     return FC_TUNNEL_INSIDE;
+}
+
+/* A stack of labels, and IP below the last one; a pseudo-wire with a control word has a frame there. The labels do not
+ * say which, so it counts only if it is RoCE. */
+static inline int fc_tunnel_mpls(const uint8_t *at, size_t have, size_t offset, fc_tunnel *out)
+{
+    out->refusal = FC_REFUSED_MPLS;
+    for (int labels = 0; labels < 16; labels++) {
+        if (have < offset + 5)
+            return FC_TUNNEL_SHORT;
+        offset += 4;
+        if (!(at[offset - 2] & 1))
+            continue;
+        switch (at[offset] >> 4) {
+        case 4: return fc_tunnel_inside(out, FC_TUNNEL_MPLS, FC_INSIDE_IPV4, at, have, offset);
+        case 6: return fc_tunnel_inside(out, FC_TUNNEL_MPLS, FC_INSIDE_IPV6, at, have, offset);
+        case 0: return fc_tunnel_inside(out, FC_TUNNEL_MPLS, FC_INSIDE_FRAME, at, have, offset + 4);
+        default: return FC_TUNNEL_REFUSED;
+        }
+    }
+    return FC_TUNNEL_REFUSED;
 }
 
 static inline int fc_tunnel_gre(const uint8_t *at, size_t have, fc_tunnel *out)
@@ -173,7 +225,7 @@ static inline int fc_tunnel_gre(const uint8_t *at, size_t have, fc_tunnel *out)
         break;
     case 0x22eb: return fc_tunnel_erspan(at, have, 2, size, out);
     case 0x0800:
-    case 0x86dd: return fc_tunnel_refuse(out, FC_REFUSED_GRE_IP);
+    case 0x86dd: return fc_tunnel_inside(out, FC_TUNNEL_GRE, type, at, have, size);
     case 0x8847:
     case 0x8848: return fc_tunnel_refuse(out, FC_REFUSED_GRE_MPLS);
     case 0x8949: return fc_tunnel_refuse(out, FC_REFUSED_GRE_VENDOR);
@@ -186,30 +238,67 @@ static inline int fc_tunnel_gre(const uint8_t *at, size_t have, fc_tunnel *out)
     return FC_TUNNEL_INSIDE;
 }
 
-static inline int fc_tunnel_udp(const uint8_t *at, size_t have, fc_tunnel *out)
+static inline int fc_tunnel_geneve(const uint8_t *at, size_t have, fc_tunnel *out)
 {
-    uint32_t port;
+    uint32_t type;
 
-    if (have < 4)
-        return FC_TUNNEL_SHORT;
-    port = fc_tunnel_be16(at + 2);
-    if (port == 6081)
-        return fc_tunnel_refuse(out, FC_REFUSED_GENEVE);
-    if (port == 6635)
-        return fc_tunnel_refuse(out, FC_REFUSED_MPLS);
-    if (port == 4790)
-        return fc_tunnel_refuse(out, FC_REFUSED_VXLAN);
-    if (port != 4789)
-        return FC_TUNNEL_ABSENT;
     if (have < 16)
         return FC_TUNNEL_SHORT;
-    if (at[8] != 0x08) /* the network identifier is valid, no extension changes the payload */
-        return fc_tunnel_refuse(out, FC_REFUSED_VXLAN);
+    type = fc_tunnel_be16(at + 10);
+    if (at[8] >> 6 || at[9] & 0x80) /* another version, a control packet */
+        return fc_tunnel_refuse(out, FC_REFUSED_GENEVE);
+    if (type != 0x6558 && type != 0x0800 && type != 0x86dd)
+        return fc_tunnel_refuse(out, FC_REFUSED_GENEVE);
     out->session = fc_tunnel_be16(at + 12) << 8 | at[14];
-    out->kind = FC_TUNNEL_VXLAN;
-    out->inner = at + 16;
-    out->offset = 16;
-    return FC_TUNNEL_INSIDE;
+    return fc_tunnel_inside(
+        out, FC_TUNNEL_GENEVE, type == 0x6558 ? FC_INSIDE_FRAME : type, at, have, 16 + (at[8] & 0x3fu) * 4);
+}
+
+/* usual: the port is VXLAN's own, so what is not plain is refused. gpe: a header that names what it carries. */
+static inline int fc_tunnel_vxlan(const uint8_t *at, size_t have, int usual, int gpe, fc_tunnel *out)
+{
+    uint32_t inside = FC_INSIDE_FRAME;
+
+    if (have < 16)
+        return usual ? FC_TUNNEL_SHORT : FC_TUNNEL_ABSENT;
+    if (gpe && at[8] == 0x0c) {
+        if (at[11] == 0 || at[11] > 3)
+            return fc_tunnel_refuse(out, FC_REFUSED_VXLAN);
+        inside = at[11] == 1 ? FC_INSIDE_IPV4 : at[11] == 2 ? FC_INSIDE_IPV6 : FC_INSIDE_FRAME;
+    } else if (at[8] != 0x08 && at[8] != 0x88) { /* the network is valid, and perhaps a group policy */
+        return usual ? fc_tunnel_refuse(out, FC_REFUSED_VXLAN) : FC_TUNNEL_ABSENT;
+    }
+    out->session = fc_tunnel_be16(at + 12) << 8 | at[14];
+    return fc_tunnel_inside(out, FC_TUNNEL_VXLAN, inside, at, have, 16);
+}
+
+static inline int fc_tunnel_tzsp(const uint8_t *at, size_t have, fc_tunnel *out)
+{
+    size_t offset = 12;
+
+    if (have < 13 || at[8] != 1 || at[9] > 1 || fc_tunnel_be16(at + 10) != 1) /* not a packet of Ethernet */
+        return FC_TUNNEL_ABSENT;
+    for (int tags = 0; tags < 32 && offset + 2 <= have; tags++) {
+        if (at[offset] == 1)
+            return fc_tunnel_inside(out, FC_TUNNEL_TZSP, FC_INSIDE_FRAME, at, have, offset + 1);
+        offset += at[offset] == 0 ? 1 : 2 + (size_t)at[offset + 1];
+    }
+    return FC_TUNNEL_SHORT;
+}
+
+static inline int fc_tunnel_udp(const uint8_t *at, size_t have, fc_tunnel *out)
+{
+    if (have < 4)
+        return FC_TUNNEL_SHORT;
+    switch (fc_tunnel_be16(at + 2)) {
+    case 4789: return fc_tunnel_vxlan(at, have, 1, 0, out);
+    case 8472: return fc_tunnel_vxlan(at, have, 0, 0, out); /* Linux' default */
+    case 4790: return fc_tunnel_vxlan(at, have, 1, 1, out);
+    case 6081: return fc_tunnel_geneve(at, have, out);
+    case 6635: return fc_tunnel_mpls(at, have, 8, out);
+    case 37008: return fc_tunnel_tzsp(at, have, out);
+    default: return FC_TUNNEL_ABSENT;
+    }
 }
 
 /* at: the header behind IP, of which `have` bytes may be read. Returns an fc_tunnel_status. */
@@ -220,9 +309,58 @@ static inline int fc_tunnel_enter(uint32_t protocol, const uint8_t *at, size_t h
     *out = (fc_tunnel){0};
     if (refusal)
         return fc_tunnel_refuse(out, refusal);
-    if (protocol == 47)
-        return fc_tunnel_gre(at, have, out);
-    return protocol == 17 ? fc_tunnel_udp(at, have, out) : FC_TUNNEL_ABSENT;
+    switch (protocol) {
+    case 17: return fc_tunnel_udp(at, have, out);
+    case 47: return fc_tunnel_gre(at, have, out);
+    case 4: return fc_tunnel_inside(out, FC_TUNNEL_IP, FC_INSIDE_IPV4, at, have, 0);
+    case 41: return fc_tunnel_inside(out, FC_TUNNEL_IP, FC_INSIDE_IPV6, at, have, 0);
+    case 97:
+        if (have >= 2 && at[0] >> 4 != 3)
+            return fc_tunnel_refuse(out, FC_REFUSED_L2TP);
+        return fc_tunnel_inside(out, FC_TUNNEL_ETHERIP, FC_INSIDE_FRAME, at, have, 2);
+    case 137: return fc_tunnel_mpls(at, have, 0, out);
+    default: return FC_TUNNEL_ABSENT;
+    }
+}
+
+/* Does fc_tunnel_type know this Ethernet type? */
+static inline int fc_tunnel_has_type(uint32_t type)
+{
+    return type == 0x8847 || type == 0x8848 || type == 0x8864 || type == 0x88e5 || type == 0x88e7 || type == 0x894f
+           || type == 0x8903 || type == 0x22f3;
+}
+
+/* The same by an Ethernet type; at: behind it. Tags (tag.h) were passed, so MACsec is one that encrypts. */
+static inline int fc_tunnel_type(uint32_t type, const uint8_t *at, size_t have, fc_tunnel *out)
+{
+    uint32_t next;
+
+    *out = (fc_tunnel){0};
+    switch (type) {
+    case 0x8847:
+    case 0x8848: return fc_tunnel_mpls(at, have, 0, out);
+    case 0x88e5: return fc_tunnel_refuse(out, FC_REFUSED_ENCRYPTED);
+    case 0x8903: return fc_tunnel_inside(out, FC_TUNNEL_FABRICPATH, FC_INSIDE_FRAME, at, have, 2);
+    case 0x88e7: /* I-tag: flags, service 24; the customer's addresses follow */
+        out->session = have < 4 ? 0 : fc_tunnel_be16(at + 1) << 8 | at[3];
+        return fc_tunnel_inside(out, FC_TUNNEL_PBB, FC_INSIDE_FRAME, at, have, 4);
+    case 0x22f3: /* version 2, reserved 2, multicast 1, words of options 5, hops 6; two nicknames */
+        next = have < 2 ? 0 : fc_tunnel_be16(at) >> 6 & 0x1f;
+        return fc_tunnel_inside(out, FC_TUNNEL_TRILL, FC_INSIDE_FRAME, at, have, 6 + next * 4);
+    case 0x8864: /* version and type, code, session, length; PPP's protocol */
+        next = have < 8 ? 0x21 : fc_tunnel_be16(at + 6);
+        if (next != 0x21 && next != 0x57)
+            return FC_TUNNEL_ABSENT;
+        return fc_tunnel_inside(out, FC_TUNNEL_PPPOE, next == 0x21 ? FC_INSIDE_IPV4 : FC_INSIDE_IPV6, at, have, 8);
+    case 0x894f: /* flags and hops 10, words 6; kind, next protocol; path */
+        if (have < 4)
+            return FC_TUNNEL_SHORT;
+        if (at[3] == 0 || at[3] > 3)
+            return fc_tunnel_refuse(out, FC_REFUSED_NSH);
+        next = at[3] == 1 ? FC_INSIDE_IPV4 : at[3] == 2 ? FC_INSIDE_IPV6 : FC_INSIDE_FRAME;
+        return fc_tunnel_inside(out, FC_TUNNEL_NSH, next, at, have, (at[1] & 0x3fu) * 4);
+    default: return FC_TUNNEL_ABSENT;
+    }
 }
 
 #endif

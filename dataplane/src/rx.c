@@ -134,6 +134,17 @@ static uint16_t sift(fc_rx *rx, struct rte_mbuf **mbufs, uint16_t n)
     return kept;
 }
 
+/* How many packets may still be asked for: of a file no more than it held when it was scanned. */
+static uint16_t wanted(const fc_rx *rx)
+{
+    const fc_rx_counters *c = rx->config.counters;
+    uint64_t had = c->received + c->errors + c->no_mbuf;
+
+    if (rx->config.expected == 0)
+        return rx->config.burst;
+    return (uint16_t)(had >= rx->config.expected ? 0 : RTE_MIN(rx->config.expected - had, rx->config.burst));
+}
+
 /* One burst. Returns packets received, or -1 when the ring has no room and the source waits. */
 static int poll_once(fc_rx *rx)
 {
@@ -141,7 +152,7 @@ static int poll_once(fc_rx *rx)
     fc_dump *dump = &rx->dump;
     struct rte_mbuf *mbufs[FC_RX_BURST_MAX];
     uint64_t waiting, room, bytes = 0;
-    uint16_t want = c->burst, n, kept, taken;
+    uint16_t want = wanted(rx), n, kept, taken;
 
     waiting = dump->ops->reclaim(dump);
     room = dump->ops->room(dump);

@@ -59,9 +59,12 @@ def sound(found: Mapping[str, Any]) -> list[Flow]:
 
 
 def alone(found: Mapping[str, Any]) -> list[Flow]:
-    """Those of a connection of which the other direction was not there."""
+    """Those of a connection of which the other direction was not there, as far as that is known."""
     paired = {c["data_flow"] for c in found["connections"]} | {c["back_flow"] for c in found["connections"]}
-    return [flow for flow in sound(found) if flow["id"] not in paired and (flow["requests"] or flow["answers"])]
+    return [
+        flow for flow in sound(found)
+        if flow["id"] not in paired and (flow["requests"] or flow["answers"]) and flow["partner"] != "unknown"
+    ]
 
 
 def gaps(flows: Iterable[Flow]) -> tuple[int, int]:

@@ -35,6 +35,10 @@ __all__ = ["SCHEMA", "document_of", "render", "run", "survey_captures", "survey_
 
 SCHEMA = "flowcheck-inspect/1"
 ROWS = 64  # a human reads no more; --json has all
+ALONE = {  # by what is known of a flow's other direction
+    "absent": "Flows with no partner in the capture", "unknown": "Flows whose partner is not known",
+    None: "Flows that have no partner",
+}
 
 
 def run(captures: list[Path], as_json: bool, interface: str | None = None, seconds: float = 5.0) -> int:
@@ -103,7 +107,7 @@ def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
     count, size = document["packets"]["total"], sum(flow["bytes"] for flow in document["flows"])
     document["captures"] = [
         {"path": interface, "format": "live", "packets": count, "bytes": size, "snap_length": 0,
-         "cut_packets": document["packets"]["truncated"]}
+         "cut_packets": document["packets"]["truncated"], "skipped": {}, "left_out_bytes": 0, "left_out_why": ""}
     ]
     return document
 
@@ -130,7 +134,8 @@ def document_of(infos: Sequence[PcapInfo], observed: dict[str, Any]) -> dict[str
             {
                 "path": info.path, "format": info.format, "packets": info.packet_count,
                 "bytes": info.captured_bytes, "snap_length": info.snaplen,
-                "cut_packets": info.truncated_packets,
+                "cut_packets": info.truncated_packets, "skipped": info.skipped, "left_out_bytes": info.left_out,
+                "left_out_why": info.left_out_why,
             }
             for info in infos
         ],
@@ -141,12 +146,14 @@ def document_of(infos: Sequence[PcapInfo], observed: dict[str, Any]) -> dict[str
             "wrong": sum(flow["icrc"]["wrong"] for flow in flows),
         },
         "noise": observed["noise"],
+        "unknown": observed["unknown"],
         "encapsulated": observed["encapsulated"],
         "bootstrap_handshakes": observed["bootstrap_handshakes"],
         "unlisted_flow_packets": observed["unlisted_flow_packets"],
     }
     found = interpret(observed)
-    return {**document, "connections": found["connections"], "flows": found["flows"], "notes": found["notes"]}
+    said = [{"level": "warning", "text": text, "flow": None} for info in infos for text in info.notes]
+    return {**document, "connections": found["connections"], "flows": found["flows"], "notes": said + found["notes"]}
 
 
 # -- for people -------------------------------------------------------------------------------------------
@@ -161,10 +168,10 @@ def render(found: dict[str, Any], console: Console) -> None:
         _print_endpoints(console, names, flows, ranks_of(connections))
     if connections:
         _print_connections(console, connections, flows, names)
-    paired = {c["data_flow"] for c in connections} | {c["back_flow"] for c in connections}
-    alone = [flow for flow in flows if flow["id"] not in paired]
-    if alone:
-        _print_alone(console, alone, names)
+    for partner, title in ALONE.items():
+        alone = [flow for flow in flows if flow["partner"] == partner]
+        if alone:
+            _print_alone(console, alone, names, title)
     _print_noise(console, found)
     _print_notes(console, found["notes"], flows, names)
 
@@ -296,7 +303,7 @@ def _naks(flow: dict[str, Any]) -> int:
     return answers["rnr_naks"] + sum(answers["naks"].values()) if answers else 0
 
 
-def _print_alone(console: Console, alone: list[dict[str, Any]], names: dict[str, str]) -> None:
+def _print_alone(console: Console, alone: list[dict[str, Any]], names: dict[str, str], title: str) -> None:
     columns = [
         Column("way"), Column("QP to"), Column("what", folds=True), Column("messages", folds=True),
         *(Column(name, number=True) for name in ("packets", "missing", "again", "ICRC wrong")),
@@ -311,7 +318,7 @@ def _print_alone(console: Console, alone: list[dict[str, Any]], names: dict[str,
             f"{names[flow['src']]}>{names[flow['dst']]}", f"{flow['dest_qp']:#x}", kind, _messages(flow),
             str(flow["packets"]), *_sequence(flow), str(flow["icrc"]["wrong"]),
         ))
-    print_table(console, columns, rows, "Flows with no partner in the capture")
+    print_table(console, columns, rows, title)
     _print_rest(console, len(alone))
 
 
@@ -319,6 +326,9 @@ def _print_noise(console: Console, found: dict[str, Any]) -> None:
     if found["noise"]:
         parts = (f"{name.replace('_', ' ')} {count}" for name, count in found["noise"].items())
         console.print(f"[bold]Other traffic[/bold]: {', '.join(parts)}")
+    if found["unknown"]:
+        parts = (f"{name} {count}" for name, count in found["unknown"].items())
+        console.print(f"[bold]By number[/bold]: {', '.join(parts)}")
     packets = found["packets"]
     drops = {name: packets[name] for name in ("truncated", "malformed", "fragment")}
     drops.update({f"encapsulated: {name}": count for name, count in found["encapsulated"].items()})

@@ -53,7 +53,9 @@ def learn(
                 observe(eal, infos, seen)
                 return seen
 
-            return learn_from(observations_of(trace, log), hints, progress)
+            learnt = learn_from(observations_of(trace, log), hints, progress)
+    learnt.missing += [note for info in infos for note in info.notes]
+    return learnt
 
 
 def assign_channels(captures: Sequence[str | os.PathLike[str]], job: Job) -> Assignment:

@@ -123,6 +123,10 @@ def _path(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _paths(paths: Files) -> list[str]:
-    if isinstance(paths, str | os.PathLike):
-        return [os.fspath(paths)]
-    return [os.fspath(path) for path in paths]
+    names = [os.fspath(paths)] if isinstance(paths, str | os.PathLike) else [os.fspath(path) for path in paths]
+    if "-" in names:
+        raise UserError(
+            "standard input cannot be read here: captures are read by a process of their own",
+            where="-", remedy="give the path of a file or of a named pipe",
+        )
+    return names

@@ -40,10 +40,16 @@ SCHEMA = "flowcheck/report/1"
 
 @dataclass(frozen=True)
 class CaptureReport:
+    """One file. skipped: frames that were not looked at, by what they are. left_out: bytes at its end that could not
+    be read, left_out_why: the reason, "" if there are none."""
+
     path: str
     packets: int
     bytes: int
     format: str = ""
+    skipped: dict[str, int] = field(default_factory=dict)
+    left_out: int = 0
+    left_out_why: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +183,11 @@ class Report:
     def add_traffic(self, plan: JobPlan, engine: Engine, captures: Sequence[PcapInfo]) -> None:
         """What has become of all packets: by cause, and by flow and capture. Read off the engine."""
         self.drops = drops_of(plan, engine)
-        self.captures = [CaptureReport(i.path, i.packet_count, i.size, i.format) for i in captures]
+        self.captures = [
+            CaptureReport(i.path, i.packet_count, i.size, i.format, i.skipped, i.left_out, i.left_out_why)
+            for i in captures
+        ]
+        self.notes += [note for info in captures for note in info.notes]
         streams = [engine.flow_counters(stream) for stream in range(plan.engine.streams)]
         data = "gradients" if plan.job.gradient_calls(0) else "parameters"
         for i, spec in enumerate(plan.engine.flows):

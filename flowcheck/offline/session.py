@@ -23,6 +23,7 @@ from flowcheck.durable import make_directory, reporting
 from flowcheck.job.model import Job
 from flowcheck.learning.hints import Hints
 from flowcheck.offline.gradients import GradientFiles
+from flowcheck.offline.late import with_late
 from flowcheck.offline.offer import Offer
 from flowcheck.offline.report import CheckpointReport, Report, write_report
 from flowcheck.offline.summary import failure, nothing_seen
@@ -207,6 +208,7 @@ class ReplaySession:
         done, or ""). Raises UserError if the captures bring nothing of the job."""
         report, options = self.report, self.options
         report.add_traffic(self.plan, self.engine, self.infos)
+        report.iterations = with_late(self.plan, self.engine, report.iterations)
         if not report.iterations:
             raise nothing_seen(self.follower, ", ".join(info.path for info in self.infos), options.job_name)
         disagreements = self.engine.disagreements()

@@ -34,8 +34,8 @@ from parser.engine_config import EdgeSpec, FlowSpec, Phase, Target
 from parser.wire import Lane, edge_lane
 
 __all__ = [
-    "BucketCoverage", "Carried", "bucket_coverage", "data_flows", "edges_with", "elements_of", "packets_by_outcome",
-    "parameter_bytes",
+    "BucketCoverage", "Carried", "bucket_coverage", "data_flows", "edges_with", "element_range", "elements_of",
+    "not_mirrored", "packets_by_outcome", "parameter_bytes",
 ]
 
 UNIONS = 256  # of connections and buckets, that are kept
@@ -174,7 +174,7 @@ def _causes(
     said: dict[str, list[tuple[int, int]]] = {"icrc": [], "unanchored": []}
     for loss in losses:
         if loss["target"] == Target.GRADIENT and loss["iteration"] == iteration and loss["cause"] in said:
-            said[loss["cause"]].append(_element_range(place, loss["offset"] - place.offset, loss["bytes"]))
+            said[loss["cause"]].append(element_range(place, loss["offset"] - place.offset, loss["bytes"]))
 
     def of(edges: Iterable[int]) -> np.ndarray:
         return carried.together({edge: seen[edge] for edge in edges}, iteration, place)
@@ -196,7 +196,18 @@ def _causes(
     return out
 
 
-def _element_range(place: BucketPlace, offset: int, nbytes: int) -> tuple[int, int]:
+def not_mirrored(
+    plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, missing: np.ndarray
+) -> np.ndarray:
+    """Those of the missing elements (runs) that no connection seen so far carries reduced, as runs."""
+    seen: dict[int, set[int]] = {}
+    for spec, row in data_flows(plan, engine.flows()):
+        if row["packets"]:
+            seen.setdefault(spec.edge, set()).add(spec.qp)
+    return without(missing, Carried(plan).together(seen, iteration, place))
+
+
+def element_range(place: BucketPlace, offset: int, nbytes: int) -> tuple[int, int]:
     """[start, end) of the place's elements at its region bytes from `offset` on; they are of one block."""
     if not 0 <= offset < place.end - place.offset:
         return 0, 0  # of another place

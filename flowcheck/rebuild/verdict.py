@@ -29,12 +29,13 @@ Clause values are stable names: reports, metrics and status use them.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["BucketEvidence", "Clause", "Evidence", "StreamEvidence", "Verdict", "judge"]
+__all__ = ["BucketEvidence", "Clause", "Evidence", "StreamEvidence", "Verdict", "judge", "with_causes"]
 
 
 class Clause(enum.Enum):
@@ -187,11 +188,26 @@ def _unproven(evidence: Evidence) -> Iterator[str]:
 # -- one function per clause: the reason why it fails, or "" -------------------------------------------
 
 
+def with_causes(verdict: Verdict, before: Sequence[BucketEvidence], now: Sequence[BucketEvidence]) -> Verdict:
+    """The same verdict, where more is known by now about what is missing: other causes, never other elements."""
+    old, new = _some(_holes(before)), _some(_holes(now))
+    failing = tuple(
+        (clause, new + reason.removeprefix(old) if clause is Clause.COVERED else reason)
+        for clause, reason in verdict.failing
+    )
+    return dataclasses.replace(verdict, failing=failing)
+
+
 def _covered(evidence: Evidence) -> str:
     if not evidence.buckets:
         return "no gradient bucket and no parameter group was seen"
+    texts = _holes(evidence.buckets)
+    return "; ".join([_some(texts)] + ([_some(list(evidence.differences))] if texts and evidence.differences else []))
+
+
+def _holes(buckets: Sequence[BucketEvidence]) -> list[str]:
     texts = []
-    for bucket in evidence.buckets:
+    for bucket in buckets:
         if bucket.covered == bucket.elements and not any(bucket.missing.values()):
             continue
         causes = ", ".join(f"{cause} {count}" for cause, count in bucket.missing.items() if count)
@@ -200,7 +216,7 @@ def _covered(evidence: Evidence) -> str:
         if bucket.covered + sum(bucket.missing.values()) != bucket.elements:
             text += " (the counts do not add up)"
         texts.append(text)
-    return "; ".join([_some(texts)] + ([_some(list(evidence.differences))] if texts and evidence.differences else []))
+    return texts
 
 
 def _patched(stale: int, holes: str) -> str:

@@ -1,8 +1,8 @@
 """Target: dataplane.pcapfile.scan (compiled by Cython, so that libFuzzer sees its branches) against libpcap.
 
-What the scan accepts, libpcap must read to its end: the same number of packets, the same bytes, the same
-largest and cut frames. What it refuses must name a place inside the file and a remedy. Where the file is cut
-into pieces for reading must not matter.
+What the scan accepts, libpcap must read to its end, as the file is or from the parts that the scan chose: the same
+number of packets, the same bytes, the same largest and cut frames. What it refuses must name a place inside the file
+and a remedy. Where the file is cut into pieces for reading must not matter.
 """
 
 import os
@@ -10,7 +10,7 @@ import os
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdio cimport FILE
 
-from dataplane import pcapfile
+from dataplane import capturefile, pcapfile
 from dataplane.pcapfile import CaptureFileError
 
 
@@ -70,16 +70,17 @@ def one(bytes data):
     fd = os.memfd_create("fuzz")
     try:
         os.write(fd, data)
-        pcapfile.PIECE = 1 << 20
+        capturefile.PIECE = 1 << 20
         whole = scanned(fd, len(data))
-        pcapfile.PIECE = 64 + len(data) % 61
+        capturefile.PIECE = 64 + len(data) % 61
         pieces = scanned(fd, len(data))
     finally:
         os.close(fd)
-    assert whole == pieces, f"{whole} in one piece, {pieces} in pieces of {pcapfile.PIECE}"
+    assert whole == pieces, f"{whole} in one piece, {pieces} in pieces of {capturefile.PIECE}"
     if isinstance(whole, tuple):
         return
-    packets, octets, largest, cut, link, text = libpcap(data)
+    given = b"".join(part if isinstance(part, bytes) else data[part[0] : part[1]] for part in whole.parts)
+    packets, octets, largest, cut, link, text = libpcap(given or data)
     promised = whole.packet_count, whole.captured_bytes, whole.max_captured, whole.truncated_packets, whole.linktype, ""
     assert (packets, octets, largest, cut, link, text) == promised, (
         f"libpcap: {(packets, octets, largest, cut, link, text)}, promised: {promised}")

@@ -33,6 +33,9 @@ typedef struct fc_tally {
     uint64_t key[FC_TALLY_SLOTS], count[FC_TALLY_SLOTS];
 } fc_tally;
 
+/* One more of this value. */
+void fc_tally_add(fc_tally *t, uint64_t key);
+
 typedef struct fc_region {
     uint64_t address, size;
     uint32_t rkey;

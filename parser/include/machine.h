@@ -89,6 +89,9 @@
 #ifndef FC_LOG_ENTRIES
 #define FC_LOG_ENTRIES 256 /* disagreements kept with their values; more are only counted */
 #endif
+#ifndef FC_LATE_ENTRIES
+#define FC_LATE_ENTRIES 8192 /* places of closed iterations that something has come for */
+#endif
 #ifndef FC_LOSS_ENTRIES
 #define FC_LOSS_ENTRIES 8192 /* places known to be missing, with their cause */
 #endif
@@ -376,6 +379,8 @@ typedef struct fc_machine {
     uint64_t differed;             /* so far: more than FC_DIFFERENCES are only counted                */
     /* what few packets need stays after here: the lines above are those of every packet */
     uint64_t refused[FC_REFUSALS]; /* encapsulated packets by fc_refusal                               */
+    fc_loss late[FC_LATE_ENTRIES]; /* of closed iterations, kept until the end                         */
+    uint64_t n_late;
     fc_cts_element cts_elements[FC_CTS_ELEMENTS_MAX]; /* forms of the CTS element: the job's, then the others */
     uint32_t cts_known;
     uint64_t cts_forms[FC_CTS_ELEMENTS_MAX]; /* CTS writes that can be read as each of them; some as several */

@@ -21,9 +21,13 @@ typedef struct fc_tcp_part {
     uint8_t ip_version, flags;
 } fc_tcp_part;
 
-/* Sort a frame; what a mirror had wrapped is sorted by what is inside. *handshake: 1 for a TCP segment that begins with
- * the magic number of NCCL's queue pair handshake (nccl-wire.md 6.1). */
-enum fc_other_kind fc_other_sort(const uint8_t *frame, size_t length, int *handshake);
+typedef struct fc_other {
+    uint32_t number;   /* FC_OTHER_UDP: destination port; other IP: protocol; else the Ethernet type */
+    uint32_t handshake; /* 1: a TCP segment that begins with the magic of NCCL's queue pair handshake (nccl-wire.md 6.1) */
+} fc_other;
+
+/* Sort a frame; what a mirror had wrapped is sorted by what is inside. */
+enum fc_other_kind fc_other_sort(const uint8_t *frame, size_t length, fc_other *out);
 
 /* 1 and the segment, if the frame is a whole TCP segment with payload or SYN that no mirror has wrapped. 0 if not;
  * *encrypted is then 1 for MACsec and ESP, after which nothing can be read. */

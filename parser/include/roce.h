@@ -1,7 +1,7 @@
 /* RoCEv2 headers: one bounds-checked decode of a captured Ethernet frame, in place, no allocation.
  *
- * A frame that a mirror wrapped (GRE, ERSPAN I to III, VXLAN; dataplane/include/tunnel.h) is decoded as the
- * frame inside; every pointer then points into that one. Any other encapsulation is FC_ENCAPSULATED.
+ * A frame that a mirror wrapped (dataplane/include/tunnel.h) is decoded as the frame, or the IP packet, inside; every
+ * pointer then points into that one. Tags of switches (tag.h) are passed. What is not unpacked is FC_ENCAPSULATED.
  *
  * The fields of fc_roce are valid only when fc_roce_decode returned FC_ROCE. Pointers point into the
  * frame and live as long as it does. Sources: InfiniBand Architecture Specification 1.4 chapter 9
@@ -42,7 +42,8 @@ enum fc_opcode {
 #define FC_HAS_ATOMIC 0x10
 
 typedef struct fc_roce {
-    const uint8_t *frame;    /* Ethernet header (of the mirrored frame if it was wrapped)           */
+    const uint8_t *frame;    /* Ethernet header (of the mirrored frame if it was wrapped; a tunnel that has
+                                none: IP header)                                                   */
     const uint8_t *ip;       /* IPv4 or IPv6 header                                                 */
     const uint8_t *src, *dst; /* address bytes in the frame: 4 (IPv4) or 16 (IPv6)                  */
     const uint8_t *bth;
@@ -69,6 +70,10 @@ typedef struct fc_roce {
 /* Decode `len` captured bytes at `frame`. Never reads past frame + len. Ethernet padding behind the
  * IP packet is ignored. Returns an fc_decode_status. */
 int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out);
+
+/* 1 if a frame that is FC_NOT_ROCE has a whole RoCEv2 packet with a right ICRC in its first bytes, behind headers that
+ * nobody here knows. It is counted by what is in front of it, and never placed. */
+int fc_roce_hidden(const uint8_t *frame, size_t len);
 
 /* 1 if the packet's invariant CRC is right (IBTA A17.3.3; reference/icrc.md), 0 if not. */
 int fc_icrc_ok(const fc_roce *p);

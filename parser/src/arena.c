@@ -293,6 +293,33 @@ static int put_ll128(const arrival *a, uint64_t at, const uint8_t *wire, uint32_
     return new;
 }
 
+/* Region bytes of what a packet brings final, as an entry of that cause; 0 if it brings nothing. */
+static int loss_of(const fc_machine *M, int cause, const fc_sent *m, uint32_t index, uint32_t length, fc_loss *out)
+{
+    int protocol = m->call->lane.protocol;
+    uint64_t unit = protocol == FC_LL128 ? FC_LL128_WIRE : 1; /* of LL128 the slices that it touches */
+    int64_t at = (int64_t)fc_data_bytes(protocol, m->piece + (uint64_t)index * M->mtu);
+    int64_t n = (int64_t)fc_data_bytes(protocol, (length + unit - 1) / unit * unit);
+    n = m->data_bytes - at < n ? m->data_bytes - at : n;
+    if (m->target == FC_NOTHING || m->content != FC_FINAL || n <= 0)
+        return 0;
+    *out = (fc_loss){
+        .cause = cause, .target = m->target, .iteration = m->iteration, .offset = m->offset + at, .bytes = n,
+    };
+    return 1;
+}
+
+/* What comes for an iteration that is closed: an iteration that lacks it can say why. */
+static void note_late(fc_machine *M, const fc_sent *m, uint32_t index, uint32_t length)
+{
+    fc_loss late;
+    if (!loss_of(M, FC_LATE, m, index, length, &late))
+        return;
+    if (M->n_late < FC_LATE_ENTRIES)
+        M->late[M->n_late] = late;
+    __atomic_store_n(&M->n_late, M->n_late + 1, __ATOMIC_RELEASE);
+}
+
 int fc_place(fc_machine *M, uint32_t stream, const fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
              uint32_t length)
 {
@@ -300,8 +327,10 @@ int fc_place(fc_machine *M, uint32_t stream, const fc_flow *f, const fc_sent *m,
     int protocol = m->call->lane.protocol;
     uint64_t at = m->piece + (uint64_t)index * M->mtu;
     uint8_t unpacked[FC_SIDE_BYTES];
-    if (slot == NULL)
+    if (slot == NULL) {
+        note_late(M, m, index, length);
         return FC_LATE;
+    }
     arrival a = {.M = M, .slot = slot, .m = m, .count = count_of(slot, m),
                  .late = is_late(f, m->psn + index), .from = {stream, f, m->psn + index}};
     if (protocol == FC_LL128) {
@@ -457,16 +486,10 @@ int fc_place_in_order(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t 
 
 void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, uint32_t length)
 {
-    int protocol = m->call->lane.protocol;
-    uint64_t unit = protocol == FC_LL128 ? FC_LL128_WIRE : 1; /* of LL128 the slices that it touches */
-    int64_t at = (int64_t)fc_data_bytes(protocol, m->piece + (uint64_t)index * M->mtu);
-    int64_t n = (int64_t)fc_data_bytes(protocol, (length + unit - 1) / unit * unit);
-    n = m->data_bytes - at < n ? m->data_bytes - at : n;
-    if (m->target == FC_NOTHING || m->content != FC_FINAL || n <= 0)
+    fc_loss loss;
+    if (!loss_of(M, cause, m, index, length, &loss))
         return;
     if (M->lost < FC_LOSS_ENTRIES)
-        M->losses[M->lost] = (fc_loss){
-            .cause = cause, .target = m->target, .iteration = m->iteration, .offset = m->offset + at, .bytes = n,
-        };
+        M->losses[M->lost] = loss;
     __atomic_store_n(&M->lost, M->lost + 1, __ATOMIC_RELEASE);
 }

@@ -25,7 +25,7 @@ static uint32_t operation(const fc_roce *p)
     return p->opcode & 0x1F;
 }
 
-static void tally(fc_tally *t, uint64_t key)
+void fc_tally_add(fc_tally *t, uint64_t key)
 {
     for (uint32_t i = 0; i < t->used; i++)
         if (t->key[i] == key) {
@@ -96,11 +96,11 @@ static void finish_write(fc_counts *f)
         if (w->pieces) {
             f->messages += w->pieces;
             for (uint32_t i = 0; i + 1 < w->pieces; i++)
-                tally(&f->sizes, w->unit);
-            tally(&f->sizes, w->last);
+                fc_tally_add(&f->sizes, w->unit);
+            fc_tally_add(&f->sizes, w->last);
         } else {
             f->messages++;
-            tally(&f->sizes, w->length);
+            fc_tally_add(&f->sizes, w->length);
         }
     }
     w->open = 0;
@@ -138,13 +138,13 @@ static void take_only_with_immediate(fc_counts *f, const fc_roce *p, int64_t psn
         }
         weigh_immediate(f, p->imm, w->length);
         f->messages++;
-        tally(&f->sizes, w->length);
+        fc_tally_add(&f->sizes, w->length);
         w->open = 0;
         return;
     }
     finish_write(f);
     f->messages++;
-    tally(&f->sizes, p->dma_len);
+    fc_tally_add(&f->sizes, p->dma_len);
     if (p->dma_len == 0)
         f->empty++;
     else
@@ -168,7 +168,7 @@ static void go_on_writing(fc_counts *f, const fc_roce *p, int64_t psn)
         if (w->whole && w->got == w->length)
             weigh_immediate(f, p->imm, w->length);
         f->messages++;
-        tally(&f->sizes, w->length);
+        fc_tally_add(&f->sizes, w->length);
         w->open = 0;
     }
 }
@@ -199,8 +199,8 @@ static void take_cts(fc_counts *f, const fc_roce *p, int which, const fc_cts *c)
     f->cts_element[which]++;
     f->cts_last = c->number;
     f->cts_last_va = p->va;
-    tally(&f->cts_sizes, c->size);
-    tally(&f->cts_tags, c->tag);
+    fc_tally_add(&f->cts_sizes, c->size);
+    fc_tally_add(&f->cts_tags, c->tag);
     remember(&f->cts_regions, c->address, c->size, c->rkey);
 }
 
@@ -347,7 +347,7 @@ void fc_count_packet(
     f->streams |= 1ull << (ref->stream % FC_STREAMS_MAX);
     f->opcodes[p->opcode]++;
     if (p->tunnel)
-        tally(&f->mirror, (uint64_t)p->tunnel << 32 | p->session);
+        fc_tally_add(&f->mirror, (uint64_t)p->tunnel << 32 | p->session);
     if (ref->timestamp_ns) {
         if (f->first_ns == 0 || ref->timestamp_ns < f->first_ns)
             f->first_ns = ref->timestamp_ns;
@@ -362,12 +362,12 @@ void fc_count_packet(
     f->payload_bytes += p->payload_len;
     if (p->payload_len > f->max_payload)
         f->max_payload = p->payload_len;
-    tally(&f->tclass, p->tclass);
-    tally(&f->sport, p->udp_sport);
+    fc_tally_add(&f->tclass, p->tclass);
+    fc_tally_add(&f->sport, p->udp_sport);
     f->congestion += (p->tclass & 3) == 3;
     if (p->vlan != 0xFFFF)
-        tally(&f->vlan, p->vlan & 0xFFF);
+        fc_tally_add(&f->vlan, p->vlan & 0xFFF);
     if (p->headers & FC_HAS_DETH)
-        tally(&f->src_qp, p->src_qp);
+        fc_tally_add(&f->src_qp, p->src_qp);
     take_operation(f, p, elements, n);
 }

@@ -3,12 +3,12 @@
 
 #include <string.h>
 
+#include "tag.h"
 #include "tunnel.h"
 
 enum {
-    ETH_HEADER = 14, ETH_TYPES = 0x0600, ETH_IPV4 = 0x0800, ETH_ARP = 0x0806, ETH_VLAN = 0x8100, ETH_IPV6 = 0x86DD,
-    ETH_PAUSE = 0x8808, ETH_QINQ = 0x88A8, ETH_LLDP = 0x88CC, ETH_MACSEC = 0x88E5, ETH_PTP = 0x88F7, ETH_ROCE1 = 0x8915,
-    ETH_QINQ_OLD = 0x9100,
+    ETH_HEADER = 14, ETH_TYPES = 0x0600, ETH_IPV4 = 0x0800, ETH_ARP = 0x0806, ETH_IPV6 = 0x86DD,
+    ETH_PAUSE = 0x8808, ETH_LLDP = 0x88CC, ETH_MACSEC = 0x88E5, ETH_PTP = 0x88F7, ETH_ROCE1 = 0x8915,
     IP_HOP_BY_HOP = 0, IP_ICMP = 1, IP_IGMP = 2, IP_TCP = 6, IP_UDP = 17, IP_ESP = 50, IP_ICMP6 = 58,
     PTP_EVENT = 319, PTP_GENERAL = 320, TCP_HEADER = 20, TCP_SYN = 2,
 };
@@ -26,18 +26,6 @@ static uint32_t be32(const uint8_t *p)
     return be16(p) << 16 | be16(p + 2);
 }
 
-/* Ethertype after all VLAN tags, and where what it names begins. */
-static uint32_t ethertype(const uint8_t *frame, size_t length, size_t *at)
-{
-    uint32_t type = be16(frame + 12);
-    *at = ETH_HEADER;
-    while ((type == ETH_VLAN || type == ETH_QINQ || type == ETH_QINQ_OLD) && length >= *at + 4) {
-        type = be16(frame + *at + 2);
-        *at += 4;
-    }
-    return type;
-}
-
 static int is_ptp(const uint8_t *udp, size_t length)
 {
     return length >= 4 && (be16(udp + 2) == PTP_EVENT || be16(udp + 2) == PTP_GENERAL);
@@ -51,21 +39,37 @@ static int is_handshake(const uint8_t *tcp, size_t length)
     return length >= data + 8 && memcmp(tcp + data, &HANDSHAKE, 8) == 0;
 }
 
-static enum fc_other_kind sort(const uint8_t *frame, size_t length, int inside, int *handshake);
+static enum fc_other_kind sort(const uint8_t *frame, size_t length, int inside, fc_other *out);
+static enum fc_other_kind sort_ip(uint32_t type, const uint8_t *ip, size_t length, int inside, fc_other *out);
+
+/* What a tunnel holds; FC_OTHER_KINDS if it is not one. */
+static enum fc_other_kind sort_inside(int found, const fc_tunnel *tunnel, size_t length, fc_other *out)
+{
+    if (found != FC_TUNNEL_INSIDE || tunnel->refusal || length < tunnel->offset + ETH_HEADER)
+        return FC_OTHER_KINDS;
+    length -= tunnel->offset;
+    return tunnel->inside == FC_INSIDE_FRAME ? sort(tunnel->inner, length, 1, out)
+                                             : sort_ip(tunnel->inside, tunnel->inner, length, 1, out);
+}
 
 /* By the protocol after an IP header; `at` is what follows it. */
-static enum fc_other_kind sort_ip(
-    uint32_t protocol, const uint8_t *at, size_t length, int version, int inside, int *handshake)
+static enum fc_other_kind sort_protocol(
+    uint32_t protocol, const uint8_t *at, size_t length, int version, int inside, fc_other *out)
 {
     fc_tunnel tunnel;
-    if (!inside && length && fc_tunnel_enter(protocol, at, length, &tunnel) == FC_TUNNEL_INSIDE
-        && length >= tunnel.offset + ETH_HEADER)
-        return sort(tunnel.inner, length - tunnel.offset, 1, handshake);
+    if (!inside && length) {
+        enum fc_other_kind found
+            = sort_inside(fc_tunnel_enter(protocol, at, length, &tunnel), &tunnel, length, out);
+        if (found != FC_OTHER_KINDS)
+            return found;
+    }
+    out->number = protocol;
     switch (protocol) {
     case IP_TCP:
-        *handshake = is_handshake(at, length);
+        out->handshake = is_handshake(at, length);
         return FC_OTHER_TCP;
     case IP_UDP:
+        out->number = length >= 4 ? be16(at + 2) : 0;
         return is_ptp(at, length) ? FC_OTHER_PTP : FC_OTHER_UDP;
     }
     if (version == 6)
@@ -73,10 +77,33 @@ static enum fc_other_kind sort_ip(
     return protocol == IP_ICMP ? FC_OTHER_ICMP : protocol == IP_IGMP ? FC_OTHER_IGMP : FC_OTHER_IP4;
 }
 
-static enum fc_other_kind sort(const uint8_t *frame, size_t length, int inside, int *handshake)
+static enum fc_other_kind sort_ip(uint32_t type, const uint8_t *ip, size_t length, int inside, fc_other *out)
 {
+    size_t next = 40;
+    uint32_t protocol;
+
+    out->number = type;
+    if (type == ETH_IPV4 && length >= 20) {
+        next = (size_t)(ip[0] & 15) * 4;
+        return sort_protocol(ip[9], ip + next, length > next ? length - next : 0, 4, inside, out);
+    }
+    if (type != ETH_IPV6 || length < 40)
+        return FC_OTHER_ETHERTYPE;
+    protocol = ip[6];
+    if (protocol == IP_HOP_BY_HOP && length >= next + 8) { /* neighbour discovery's multicast reports */
+        protocol = ip[next];
+        next += ((size_t)ip[next + 1] + 1) * 8;
+    }
+    return sort_protocol(protocol, ip + next, length > next ? length - next : 0, 6, inside, out);
+}
+
+static enum fc_other_kind sort(const uint8_t *frame, size_t length, int inside, fc_other *out)
+{
+    fc_tunnel tunnel;
     size_t at;
-    uint32_t type = ethertype(frame, length, &at);
+    uint32_t type = fc_frame_type(frame, length, &at);
+
+    out->number = type;
     switch (type) {
     case ETH_ARP: return FC_OTHER_ARP;
     case ETH_PTP: return FC_OTHER_PTP;
@@ -86,26 +113,21 @@ static enum fc_other_kind sort(const uint8_t *frame, size_t length, int inside, 
     }
     if (type < ETH_TYPES)
         return FC_OTHER_LLC;
-    if (type == ETH_IPV4 && length >= at + 20) {
-        size_t next = at + (size_t)(frame[at] & 15) * 4;
-        return sort_ip(frame[at + 9], frame + next, length > next ? length - next : 0, 4, inside, handshake);
+    if (length < at)
+        return FC_OTHER_ETHERTYPE;
+    if (!inside && fc_tunnel_has_type(type)) {
+        enum fc_other_kind found
+            = sort_inside(fc_tunnel_type(type, frame + at, length - at, &tunnel), &tunnel, length - at, out);
+        if (found != FC_OTHER_KINDS)
+            return found;
     }
-    if (type == ETH_IPV6 && length >= at + 40) {
-        size_t next = at + 40;
-        uint32_t protocol = frame[at + 6];
-        if (protocol == IP_HOP_BY_HOP && length >= next + 8) { /* neighbour discovery's multicast reports */
-            protocol = frame[next];
-            next += ((size_t)frame[next + 1] + 1) * 8;
-        }
-        return sort_ip(protocol, frame + next, length > next ? length - next : 0, 6, inside, handshake);
-    }
-    return FC_OTHER_ETHERTYPE;
+    return sort_ip(type, frame + at, length - at, inside, out);
 }
 
-enum fc_other_kind fc_other_sort(const uint8_t *frame, size_t length, int *handshake)
+enum fc_other_kind fc_other_sort(const uint8_t *frame, size_t length, fc_other *out)
 {
-    *handshake = 0;
-    return length < ETH_HEADER ? FC_OTHER_ETHERTYPE : sort(frame, length, 0, handshake);
+    *out = (fc_other){0};
+    return length < ETH_HEADER ? FC_OTHER_ETHERTYPE : sort(frame, length, 0, out);
 }
 
 int fc_tcp_segment(const uint8_t *frame, size_t length, fc_tcp_part *out, int *encrypted)
@@ -115,7 +137,7 @@ int fc_tcp_segment(const uint8_t *frame, size_t length, fc_tcp_part *out, int *e
     *encrypted = 0;
     if (length < ETH_HEADER)
         return 0;
-    switch (ethertype(frame, length, &ip)) {
+    switch (fc_frame_type(frame, length, &ip)) {
     case ETH_IPV4:
         if (length < ip + 20 || frame[ip] >> 4 != 4)
             return 0;

@@ -10,6 +10,7 @@
  * snap length of 30 must not look like a quiet link.
  */
 #include "roce.h"
+#include "tag.h"
 #include "tunnel.h"
 
 #include <string.h>
@@ -19,11 +20,11 @@
 
 enum {
     ETH_HEADER = 14, ETH_IPV4 = 0x0800, ETH_IPV6 = 0x86dd,
-    ETH_VLAN = 0x8100, ETH_QINQ = 0x88a8, ETH_QINQ_OLD = 0x9100,
-    IP_UDP = 17, IP_GRE = 47, IP6_HOP_BY_HOP = 0, IP6_ROUTING = 43, IP6_FRAGMENT = 44, IP6_DEST_OPTS = 60,
-    UDP_HEADER = 8, ROCE_PORT = 4791, VXLAN_PORT = 4789,
+    IP_UDP = 17, IP6_HOP_BY_HOP = 0, IP6_ROUTING = 43, IP6_FRAGMENT = 44, IP6_DEST_OPTS = 60,
+    UDP_HEADER = 8, ROCE_PORT = 4791,
     BTH_SIZE = 12, ICRC_SIZE = 4,
-    MAX_TAGS = 4, MAX_IP6_EXTENSIONS = 8 /* deeper nesting is an attack, not a network */
+    HIDDEN_DEPTH = 192, /* bytes of unknown headers that RoCE is looked for behind */
+    MAX_IP6_EXTENSIONS = 8 /* deeper nesting is an attack, not a network */
 };
 
 static inline uint32_t be16(const uint8_t *p)
@@ -79,12 +80,12 @@ static const shape shapes[256] = {
 /* May a packet of this IP protocol hold RoCE, plain or wrapped? */
 static inline int may_hold(uint32_t protocol)
 {
-    return protocol == IP_UDP || protocol == IP_GRE || fc_refused_protocol(protocol) != FC_REFUSED_NOT;
+    return protocol == IP_UDP || fc_tunnel_protocol(protocol) || fc_refused_protocol(protocol) != FC_REFUSED_NOT;
 }
 
 static inline int may_hold_port(uint32_t port)
 {
-    return port == ROCE_PORT || port == VXLAN_PORT;
+    return port == ROCE_PORT || fc_tunnel_port(port);
 }
 
 /* The UDP header is not complete. Whose fault, and could it have been RoCE? */
@@ -101,11 +102,6 @@ static int udp_fragment(const uint8_t *ip, size_t avail, size_t l4, size_t total
     if (offset == 0 && avail >= l4 + 4 && total >= l4 + 4 && !may_hold_port(be16(ip + l4 + 2)))
         return FC_NOT_ROCE;
     return FC_FRAGMENT;
-}
-
-static inline int is_tag(uint32_t type)
-{
-    return type == ETH_VLAN || type == ETH_QINQ || type == ETH_QINQ_OLD;
 }
 
 static inline int is_ip6_extension(uint32_t next)
@@ -140,6 +136,7 @@ static int walk_ip6(const uint8_t *ip, size_t avail, size_t total, size_t *l4, u
 }
 
 static int decode_wrapped(const uint8_t *frame, size_t len, fc_roce *out);
+static int decode_wrapped_ip(const uint8_t *ip, size_t avail, uint32_t type, fc_roce *out);
 
 static int refuse(fc_roce *out, int refusal)
 {
@@ -147,61 +144,65 @@ static int refuse(fc_roce *out, int refusal)
     return FC_ENCAPSULATED;
 }
 
-static int other_type(uint32_t type, fc_roce *out)
+/* What is behind a header that fc_tunnel_* looked at. left: bytes behind that header's beginning. cut: the capture ends
+ * before the packet around it does. wrapped: it is inside a tunnel already. */
+static int unwrap(int found, const fc_tunnel *tunnel, size_t left, int cut, int wrapped, fc_roce *out)
 {
-    int refusal = fc_refused_type(type);
-    return refusal ? refuse(out, refusal) : FC_NOT_ROCE;
+    int status;
+
+    switch (found) {
+    case FC_TUNNEL_ABSENT: return FC_NOT_ROCE;
+    case FC_TUNNEL_SHORT: return cut ? FC_TRUNCATED : FC_MALFORMED;
+    case FC_TUNNEL_REFUSED: return refuse(out, tunnel->refusal);
+    default: break;
+    }
+    if (wrapped)
+        return refuse(out, FC_REFUSED_TWICE);
+    left -= tunnel->offset;
+    status = tunnel->inside == FC_INSIDE_FRAME ? decode_wrapped(tunnel->inner, left, out)
+                                               : decode_wrapped_ip(tunnel->inner, left, tunnel->inside, out);
+    if (status != FC_ROCE)
+        return tunnel->refusal && status != FC_TRUNCATED ? refuse(out, tunnel->refusal) : status;
+    if (cut || tunnel->truncated)
+        return FC_TRUNCATED;
+    if (tunnel->bad)
+        return FC_MALFORMED;
+    out->tunnel = tunnel->kind;
+    out->session = tunnel->session;
+    return FC_ROCE;
 }
 
-/* The packet at ip + l4 is not RoCE itself. What does it wrap? wrapped: it is inside a tunnel already. */
+/* A frame that is not IP. at: behind its type. */
+static __attribute__((noinline)) int other_type(uint32_t type, const uint8_t *at, size_t avail, int wrapped,
+                                                fc_roce *out)
+{
+    fc_tunnel tunnel;
+    int found;
+
+    if (!fc_tunnel_has_type(type))
+        return FC_NOT_ROCE;
+    found = fc_tunnel_type(type, at, avail, &tunnel);
+    return unwrap(found, &tunnel, avail, found == FC_TUNNEL_SHORT, wrapped, out);
+}
+
+/* The packet at ip + l4 is not RoCE itself. What does it wrap? */
 static __attribute__((noinline)) int enter(const uint8_t *ip, size_t avail, size_t l4, size_t total, uint32_t protocol,
                                            int wrapped, fc_roce *out)
 {
     fc_tunnel tunnel;
     size_t left = avail < total ? avail : total;
-    int cut = avail < total, status;
+    int found;
 
     left = left > l4 ? left - l4 : 0;
-    switch (fc_tunnel_enter(protocol, ip + l4, left, &tunnel)) {
-    case FC_TUNNEL_ABSENT: return FC_NOT_ROCE;
-    case FC_TUNNEL_SHORT: return cut ? FC_TRUNCATED : FC_MALFORMED;
-    case FC_TUNNEL_REFUSED: return refuse(out, tunnel.refusal);
-    default: break;
-    }
-    if (wrapped)
-        return refuse(out, FC_REFUSED_TWICE);
-    status = decode_wrapped(tunnel.inner, left - tunnel.offset, out);
-    if (status != FC_ROCE)
-        return status;
-    if (cut || tunnel.truncated)
-        return FC_TRUNCATED;
-    if (tunnel.bad)
-        return FC_MALFORMED;
-    out->tunnel = tunnel.kind;
-    out->session = tunnel.session;
-    return FC_ROCE;
+    found = fc_tunnel_enter(protocol, ip + l4, left, &tunnel);
+    return unwrap(found, &tunnel, left, avail < total, wrapped, out);
 }
 
-static inline __attribute__((always_inline)) int decode(const uint8_t *frame, size_t len, int wrapped, fc_roce *out)
+/* An IP packet in the frame at `frame` (or without one: frame is ip), of which `avail` bytes were captured. */
+static inline __attribute__((always_inline)) int decode_ip(const uint8_t *frame, const uint8_t *ip, size_t avail,
+                                                           uint32_t type, uint32_t vlan, int wrapped, fc_roce *out)
 {
-    size_t off = ETH_HEADER, avail, total, l4;
-    uint32_t type, vlan = 0xffff;
-    const uint8_t *ip;
-
-    if (UNLIKELY(len < ETH_HEADER))
-        return FC_TRUNCATED;
-    type = be16(frame + 12);
-    for (int tags = 0; UNLIKELY(is_tag(type)); tags++) {
-        if (tags == MAX_TAGS)
-            return FC_MALFORMED;
-        if (len - off < 4)
-            return FC_TRUNCATED;
-        vlan = be16(frame + off);
-        type = be16(frame + off + 2);
-        off += 4;
-    }
-    ip = frame + off;
-    avail = len - off;
+    size_t total, l4;
 
     if (LIKELY(type == ETH_IPV4)) {
         if (UNLIKELY(avail < 20))
@@ -247,7 +248,7 @@ static inline __attribute__((always_inline)) int decode(const uint8_t *frame, si
         out->ttl = ip[7];
         out->ip_id = 0;
     } else {
-        return other_type(type, out);
+        return other_type(type, ip, avail, wrapped, out);
     }
 
     if (UNLIKELY(total < l4 + UDP_HEADER || avail < l4 + UDP_HEADER))
@@ -309,12 +310,60 @@ static inline __attribute__((always_inline)) int decode(const uint8_t *frame, si
     return FC_ROCE;
 }
 
+static inline __attribute__((always_inline)) int decode(const uint8_t *frame, size_t len, int wrapped, fc_roce *out)
+{
+    size_t off = ETH_HEADER, size;
+    uint32_t type, vlan = 0xffff;
+    int stamped = 0, status;
+
+    if (UNLIKELY(len < ETH_HEADER))
+        return FC_TRUNCATED;
+    type = be16(frame + 12);
+    for (int tags = 0; UNLIKELY(type != ETH_IPV4 && type != ETH_IPV6); tags++) {
+        size = fc_tag_size(type, frame + off, len - off);
+        if (size == 0)
+            break;
+        if (tags == FC_TAGS_MAX)
+            return FC_MALFORMED;
+        if (len - off < size)
+            return FC_TRUNCATED;
+        vlan = fc_is_vlan(type) ? be16(frame + off) : vlan;
+        stamped |= type == FC_TYPE_STAMP;
+        off += size;
+        type = be16(frame + off - 2);
+    }
+    status = decode_ip(frame, frame + off, len - off, type, vlan, wrapped, out);
+    if (UNLIKELY(stamped && status == FC_ROCE && !out->tunnel))
+        out->tunnel = FC_TUNNEL_STAMP;
+    return status;
+}
+
 static int decode_wrapped(const uint8_t *frame, size_t len, fc_roce *out)
 {
     return decode(frame, len, 1, out);
 }
 
+static int decode_wrapped_ip(const uint8_t *ip, size_t avail, uint32_t type, fc_roce *out)
+{
+    return decode_ip(ip, ip, avail, type, 0xffff, 1, out);
+}
+
 int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
 {
     return decode(frame, len, 0, out);
+}
+
+int fc_roce_hidden(const uint8_t *frame, size_t len)
+{
+    size_t most = len < ETH_HEADER + HIDDEN_DEPTH ? len : ETH_HEADER + HIDDEN_DEPTH;
+    fc_roce p;
+
+    for (size_t at = ETH_HEADER; at + 20 <= most; at++) {
+        int version = frame[at] >> 4;
+        if ((version == 4 && frame[at + 9] == IP_UDP) || (version == 6 && frame[at + 6] == IP_UDP))
+            if (decode_wrapped_ip(frame + at, len - at, version == 4 ? ETH_IPV4 : ETH_IPV6, &p) == FC_ROCE
+                && fc_icrc_ok(&p))
+                return 1;
+    }
+    return 0;
 }

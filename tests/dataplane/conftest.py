@@ -284,7 +284,7 @@ def veth() -> Iterator[Callable[..., Veth]]:
 
 @pytest.fixture(scope="session")
 def shared_captures() -> list[Path]:
-    found = sorted(path for path in SHARED.glob("*/*.pcap*") if path.parent.name != "field")  # kinds not read yet
+    found = sorted(SHARED.glob("*/*.pcap*"))
     if not found:
         pytest.skip(f"the shared captures are not at {SHARED}")
     return found

@@ -15,7 +15,7 @@ HEADERS = {
     "erspan2 cut": (47, b"\x10\0\x88\xbe" + bytes(4) + b"\x10\0\x04\1" + bytes(4)),
     "erspan3": (47, b"\x10\0\x22\xeb" + bytes(4) + b"\x20\0\0\1" + bytes(8)),
     "vxlan": (17, b"\xc0\0\x12\xb5" + bytes(4) + b"\x08" + bytes(7)),
-    "gre of ip": (47, b"\0\0\x08\0"),
+    "gre of nothing known": (47, b"\0\0\x12\x34"),
 }
 
 
@@ -34,7 +34,7 @@ def test_truncated_inside_a_tunnel(eal: Any, captures: Any, tmp_path: Path, six:
     cases = []
     for name in HEADERS:
         whole = wrap(name, INNER, six)
-        known = name != "gre of ip"
+        known = name != "gre of nothing known"
         cases += [
             (whole, name == "erspan2 cut"),
             (whole + bytes(6), name == "erspan2 cut"),  # Ethernet padding behind the outer packet

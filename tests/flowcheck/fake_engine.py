@@ -310,6 +310,9 @@ class FakeEngine:
     def disagreements(self) -> list[dict[str, Any]]:
         return list(self.log)
 
+    def late_places(self) -> list[tuple[int, int, int]]:
+        return []
+
     def losses(self) -> list[dict[str, Any]]:
         return list(self.lost)
 

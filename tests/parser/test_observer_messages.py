@@ -80,7 +80,7 @@ def test_tcp_bytes_are_bounded() -> None:
 
 def test_encryption_is_counted() -> None:
     trace = Observer(messages=True)
-    trace.add(bytes(Ether(type=0x88E5) / Raw(bytes(60))))
+    trace.add(bytes(Ether(type=0x88E5) / Raw(bytes([0x0C]) + bytes(59))))
     trace.add(bytes(Ether() / IP(proto=50) / Raw(bytes(60))))
     assert trace.counters()["encrypted"] == 2
 

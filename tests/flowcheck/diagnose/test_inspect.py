@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import struct
@@ -191,3 +192,16 @@ def test_nothing_but_noise(tmp_path: Path) -> None:
     assert found["noise"] == {"arp": 1}
     assert found["flows"] == found["connections"] == []
     assert "no mark of NCCL" in inspect(tmp_path / "arp.pcap").stdout
+
+
+def test_standard_input_packed_and_cut() -> None:
+    """What `gzip -c port.pcap | head -c N` gives: read as far as it is whole, and said."""
+    packed = gzip.compress(OWN[0].read_bytes())
+    done = subprocess.run(
+        [*COMMAND, "--json", "-"], input=packed[: len(packed) * 3 // 4], capture_output=True, cwd=ROOT, timeout=280,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    (capture,) = found["captures"]
+    assert capture["path"] == "-" and capture["left_out_why"] and found["packets"]["roce"] == capture["packets"] > 0
+    assert [note["level"] for note in found["notes"] if capture["left_out_why"] in note["text"]] == ["warning"]

@@ -19,7 +19,7 @@ from flowcheck.rebuild.plan import plan_job
 
 def flow(src: str, dst: str, **more: Any) -> dict[str, Any]:
     return {"src": src, "dst": dst, "dest_qp": 7, "id": 0, "icrc": {"ok": 1, "wrong": 0}, "requests": None,
-            "answers": {"acks": 1}, "kind": "NCCL data"} | more
+            "answers": {"acks": 1}, "kind": "NCCL data", "partner": "absent"} | more
 
 
 def ring(*ranks: str) -> list[dict[str, Any]]:

@@ -172,3 +172,8 @@ def test_what_a_result_does_not_have_is_an_error_with_a_remedy(tmp_path: Path) -
         kept.gradients(5)
     with pytest.raises(UserError, match="the gradients were withdrawn: the traffic differs"):
         kept.gradients(4)
+
+
+def test_standard_input_is_the_commands_alone() -> None:
+    with pytest.raises(UserError, match="standard input"):
+        flowcheck.inspect(["-"])

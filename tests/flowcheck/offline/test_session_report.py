@@ -248,7 +248,8 @@ def test_flows_of_the_report(begin: Begin) -> None:
     assert (back["src"], back["src_addr"], back["packets"]) == (1, other, 0)
     assert [flow["role"] for flow in rest] == ["control", "control"]  # both captures carry it
     assert report["captures"] == [
-        {"path": f"{name}.pcapng", "packets": 10, "bytes": 1000, "format": "pcapng"} for name in "ab"
+        {"path": f"{name}.pcapng", "packets": 10, "bytes": 1000, "format": "pcapng", "skipped": {}, "left_out": 0,
+         "left_out_why": ""} for name in "ab"
     ]
 
 
