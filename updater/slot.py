@@ -161,8 +161,9 @@ class Slot(Version):
         """Write a trainer's own state of some elements over what was built there, once all of that is written.
 
         ranges: (tensor, first element, elements), disjoint. parameters, state: as of `load`, of these elements alone:
-        1-D, the ranges of a tensor one behind the other. An array that the state lacks becomes 0. Raises ReplicaError
-        for what does not fit; the slot is then as before.
+        1-D, the ranges of a tensor one behind the other. An array that the state lacks becomes 0. Of a tensor without
+        elements, which no range can have, the state may be given all the same. Raises ReplicaError for what does not
+        fit; the slot is then as before.
         """
         runs: dict[str, list[tuple[int, int]]] = {}
         for name, start, length in ranges:
@@ -187,7 +188,7 @@ class Slot(Version):
                     at += width * length
                 keep.append(values)
         self.flush()
-        for name in runs:
+        for name in (*runs, *(one for one in state if self._sizes.get(one) == 0)):
             given = state.get(name, {})
             held_states = any(key in given for key in self._states[name])
             self._steps[self._order[name]] = float(given.get("step", 1.0 if held_states else 0.0))

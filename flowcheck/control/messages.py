@@ -16,8 +16,8 @@ from flowcheck.job.form import INTEGER_LIMIT, shown
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
-    "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span", "State",
-    "Steps", "User", "UserHead", "Wanted", "Welcome",
+    "Manifest", "Members", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span",
+    "State", "Steps", "User", "UserHead", "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
@@ -356,8 +356,21 @@ class Epoch:
 
 
 @dataclass
+class Members:
+    """Trainer: which ranks of the whole job its group is made of, by their numbers in the group. Only to a node that
+    says that it knows this message (Wanted)."""
+
+    places: list[int]
+
+    def __post_init__(self) -> None:
+        if len(self.places) > MOST_RANKS or not all(0 <= one < MOST_RANKS for one in self.places):
+            raise UserError(f"places of {len(self.places)} ranks, or one of none", where="members: places")
+
+
+@dataclass
 class Notice:
-    """Node: why there are no versions at the moment, although nothing is wanted of a trainer; "": that is over."""
+    """Node: why there are no versions at the moment, although nothing is wanted of a trainer; "": that is over.
+    Trainer: why it does not know its job yet, or again. Only to a node that says that it knows this (Wanted)."""
 
     why: str
 
@@ -366,7 +379,7 @@ MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
         Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Journal,
-        Entry, Steps, User, UserHead, Bye, Wanted, Joined, Progress, Epoch, Notice,
+        Entry, Steps, User, UserHead, Bye, Wanted, Joined, Progress, Epoch, Notice, Members,
     )
 }
 

@@ -2,7 +2,7 @@
 
     frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
     opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
-    then       trainer: Flows, Manifest, State, Patch, User, UserHead, Record, Bye
+    then       trainer: Flows, Manifest, State, Patch, User, UserHead, Record, Members, Notice, Bye
                node: Wanted, Ranges, Joined, Progress, Epoch, Notice, Refused
     or         peer: Holes, Journal, Steps    node: Bytes, Entry, Steps, Refused
 
@@ -54,6 +54,7 @@ from flowcheck.control.messages import (
     Joined,
     Journal,
     Manifest,
+    Members,
     Notice,
     Patch,
     Progress,
@@ -77,9 +78,9 @@ from flowcheck.job.form import Place, build, parse
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
-    "Known", "Limits", "Link", "Manifest", "MisfitError", "Notice", "Opening", "Patch", "Progress", "Range", "Ranges",
-    "Record", "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "UserHead", "Wanted", "Welcome",
-    "accept", "frame", "greet", "tls_reason", "token_bytes",
+    "Known", "Limits", "Link", "Manifest", "Members", "MisfitError", "Notice", "Opening", "Patch", "Progress", "Range",
+    "Ranges", "Record", "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "UserHead", "Wanted",
+    "Welcome", "accept", "frame", "greet", "tls_reason", "token_bytes",
 ]
 
 MAGIC = b"FCR1"
@@ -234,6 +235,13 @@ class Link:
         limits = self.limits()
         with self._use():
             return self._read(size, time.monotonic() + limits.seconds + size / limits.rate)
+
+    def finish(self) -> None:
+        """Nothing more is sent: the other side reads what was, and then the end. What it sends is read as before."""
+        with self._lock:
+            if not self._over:
+                with suppress(OSError):  # it is gone
+                    self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Idempotent, any thread; one that waits in a call gets RecordsError. The descriptors stay until it is out of

@@ -34,7 +34,7 @@ DTYPES = {
     torch.bfloat16: ("bfloat16", "BF16"), torch.int64: ("int64", "I64"), torch.int32: ("int32", "I32"),
     torch.int16: ("int16", "I16"), torch.int8: ("int8", "I8"), torch.uint64: ("uint64", "U64"),
     torch.uint32: ("uint32", "U32"), torch.uint16: ("uint16", "U16"), torch.uint8: ("uint8", "U8"),
-    torch.bool: ("bool", "BOOL"),
+    torch.bool: ("bool", "BOOL"), torch.complex64: ("complex64", "C64"),
 }
 CHUNK = 8 << 20
 HEADER_LIMIT = 16 << 20

@@ -19,6 +19,7 @@ from flowcheck.job.model import (
     BUFFER_BYTES,
     CARRIES,
     DTYPE_BYTES,
+    ENTRY_BYTES,
     KINDS,
     MAX_DEVICES,
     MAX_THREADS,
@@ -263,7 +264,7 @@ def _check_model(model: list[ModelEntry], place: Place) -> None:
         if entry.name in seen:
             (here / "name").fail(f"{shown(entry.name)} is already the name of model[{seen[entry.name]}]")
         seen[entry.name] = i
-        (here / "dtype").one_of(entry.dtype, DTYPE_BYTES)
+        (here / "dtype").one_of(entry.dtype, ENTRY_BYTES)
         (here / "kind").one_of(entry.kind, KINDS)
         if len(entry.shape) > 64:
             (here / "shape").fail(f"{len(entry.shape)} dimensions; a tensor has at most 64")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = [
-    "SCHEMA", "DTYPE_BYTES", "OPERATIONS", "CARRIES", "PROTOCOLS", "ALGORITHMS", "KINDS", "OPTIMIZERS",
+    "SCHEMA", "DTYPE_BYTES", "ENTRY_BYTES", "OPERATIONS", "CARRIES", "PROTOCOLS", "ALGORITHMS", "KINDS", "OPTIMIZERS",
     "ROUNDINGS", "MASTERS", "NARROW", "MTUS", "BUFFER_BYTES", "MAX_THREADS", "MAX_DEVICES",
     "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives", "Communicator", "Flow", "Gradients", "Job",
     "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size", "unwritable",
@@ -36,6 +36,9 @@ SCHEMA = "flowcheck/job/1"
 DTYPE_BYTES = {
     "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4,
     "int64": 8, "uint64": 8, "float64": 8,
+}
+ENTRY_BYTES = DTYPE_BYTES | {  # of a model's entries; no call has elements of these
+    "bool": 1, "int16": 2, "uint16": 2, "complex64": 8,
 }
 OPERATIONS = ("AllReduce", "Broadcast", "AllGather", "ReduceScatter")
 CARRIES = ("", "gradient", "parameters", "other")
@@ -59,7 +62,7 @@ def _one_of(choices: Iterable[Any]) -> dict[str, tuple[Any, ...]]:
 
 def dtype_size(name: str) -> int:
     """Bytes of one element of a manifest dtype name."""
-    return DTYPE_BYTES[name]
+    return ENTRY_BYTES[name]
 
 
 @dataclass
@@ -224,7 +227,7 @@ class ModelEntry:
 
     name: str
     shape: list[int]
-    dtype: str = field(default="float32", metadata=_one_of(DTYPE_BYTES))
+    dtype: str = field(default="float32", metadata=_one_of(ENTRY_BYTES))
     kind: str = field(default="optimized", metadata=_one_of(KINDS))
     tied: str = ""
 

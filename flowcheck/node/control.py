@@ -35,6 +35,8 @@ from flowcheck.control.protocol import (
     Limits,
     Link,
     Manifest,
+    Members,
+    Notice,
     Opening,
     Patch,
     Record,
@@ -196,7 +198,7 @@ class _Office:
             if hello.role == "peer":
                 serve(link, partial(self._shelf_of, hello.group), self._hear)
             else:
-                link.send(Wanted(["user", "userhead"], ""), seconds=link.limits().seconds)
+                link.send(Wanted(["user", "userhead", "notice"], ""), seconds=link.limits().seconds)
                 _Connection(link, hello, self._group_of).run()
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)
@@ -364,7 +366,8 @@ class _Connection:
             if error.what == "connection closed":
                 return False
             raise
-        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | UserHead | Bye):
+        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | UserHead | Notice | Members
+                          | Bye):
             raise RecordsError(f"a {type(message).__name__} from a trainer", where=self._link.peer)
         tensors: Mapping[str, torch.Tensor] = {}
         data = b""
@@ -453,6 +456,7 @@ def payload_specs(plan: JobPlan | None, message: Any) -> dict[str, TensorSpec]:
             sizes[name] += length
         shapes = {name: (sizes[name],) for name in shapes if name in sizes}
     specs = {f"model.{e.name}": TensorSpec(e.dtype, shapes[e.name]) for e in model if e.name in shapes}
+    shapes |= {e.name: (0,) for e in model if not e.elements and isinstance(message, Patch)}  # in every patch
     alone = plan.job.optimizer is not None and plan.job.optimizer.masters == "none"  # states have the parameter's type
     for entry in model:
         if entry.kind == "optimized" and not entry.tied and entry.name in shapes:

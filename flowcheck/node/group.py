@@ -31,6 +31,7 @@ from flowcheck.control.protocol import (
     Flows,
     Joined,
     Manifest,
+    Members,
     Notice,
     Patch,
     Progress,
@@ -66,6 +67,7 @@ from flowcheck.node.shadow import Shadow
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.standing import Standing
 from flowcheck.node.starts import Coming, versions_here
+from flowcheck.node.unfollowed import Unfollowed
 from flowcheck.node.uploads import Asking, Beginnings
 from flowcheck.node.user_states import UserStates
 from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
@@ -119,6 +121,7 @@ class Group(Membership):
         self._standing = Standing(self.files, self._say)
         self._users = UserStates(self._say)
         self._ledger = Ledger(self._say)
+        self._unfollowed = Unfollowed(name, self._say)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"flowcheck group {name}")
         self.failure: BaseException | None = None
@@ -197,6 +200,7 @@ class Group(Membership):
             self._assigning.forget()
             self.files.restarted()  # what ranks give from now on belongs to no version of the start before
             self._followed = start
+            self._unfollowed.restarted()
             self._ledger.restarted(self.run[0] if self.run is not None else "")
 
     def _ask_again(self) -> None:
@@ -239,10 +243,13 @@ class Group(Membership):
             (member.refuse or member.end)(why)
 
     def _look_for_ranks(self) -> None:
+        if self._unfollowed.why:
+            return  # they were sent away
         if (found := self.absent()) and self.run is not None:
             self._say("incomplete", run_id=self.run[0], ranks=self.run[2], absent=found[:8],
                       why=f"{len(found)} of {self.run[2]} ranks have not come, and the job cannot be followed without"
-                          " them: a firewall, another address of the node there, or they do not call attach")
+                          f" them ({self._unfollowed.ranks(found)}): a firewall, another address of the node there, or"
+                          " they do not call attach")
 
     def _assign(self) -> None:
         """Is it known by now which connection is which channel?"""
@@ -305,6 +312,9 @@ class Group(Membership):
             self._handle(inbound)
         except FlowcheckError as error:
             self._say("refused", rank=inbound.member.rank, why=error.message())
+            if self._session is None and isinstance(inbound.message, Flows | Manifest):
+                self._unfollowed.refused(error.message())  # whoever's message was the last that it took: all hear why
+                self._tell(Wanted(["manifest", "flows"], f"the job was refused: {self._unfollowed.why}"))
             inbound.member.end(error.message())
             if isinstance(error, RanksDiffer):
                 self._divergences.refuse(error.what)
@@ -313,7 +323,11 @@ class Group(Membership):
         message, member = inbound.message, inbound.member
         if isinstance(message, Bye):
             self._ledger.bye(member.rank)
-        if isinstance(message, Flows):
+        if isinstance(message, Members):
+            self._unfollowed.placed(message.places)
+        elif isinstance(message, Notice):
+            self._unfollowed.watches(member.rank, message.why)
+        elif isinstance(message, Flows):
             if member.flows != message.flows:  # else it only says so again
                 member.flows = message.flows
                 self._plan()
@@ -372,7 +386,7 @@ class Group(Membership):
                 known = {rank for rank, member in self.members.items() if member.flows is not None}
             missing = [rank for rank in range(run[2]) if rank not in known]
             if missing:
-                self._tell(Wanted(["flows"], f"connections of rank {', '.join(map(str, missing[:8]))} are not here"))
+                self._tell(Wanted(["flows"], self._unfollowed.missing(missing)))
                 return
             body["flows"] = union([flows for flows in sent if flows is not None])
         if withheld(body["flows"]):
@@ -417,6 +431,7 @@ class Group(Membership):
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
                   resync=resync.how)
         self._ledger.attached(manifest.first)
+        self._unfollowed.followed()
         if not resync.by_ranges:
             self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
             return

@@ -100,9 +100,6 @@ def _how(settings: ReplicaSettings, plan: JobPlan) -> str:
         return f"state: replica.slots is {settings.slots}, and a version with stale elements takes a third one"
     if not plan.job.step_values:
         return "state: the manifest declares no values of a step, so no records say whether a patch has come"
-    empty = [entry.name for entry in plan.job.model if entry.kind == "optimized" and not entry.elements]
-    if empty:
-        return f"state: {empty[0]!r} has no elements, and no range brings what the optimizer keeps per tensor"
     if any(place.carries == "parameters" for place in (*plan.iteration_places(0), *plan.iteration_places(1))):
         return "state: parameters are gathered, and no rank holds all of its state"
     return "ranges"

@@ -4,8 +4,10 @@
     wrong.document(now)                                   [{"what", "name", "since", "text"}], the newest last
 
 A checkpoint that cannot be written is wrong until one of its group is, a store until it has a version, a registry until
-it answers, files of tokens and certificates until they are read. A problem that says what it is `about` is there until
-`solved` says the same. Other problems have no event that ends them: each is there for SECONDS after it was said last.
+it answers, files of tokens and certificates until they are read, a trainer that does not know its job until the node
+follows that. A problem that says what it is `about` is there until `solved` says the same. Other problems have no event
+that ends them: each is there for SECONDS after it was said last, and so is a trainer that does not know its job, for it
+may have gone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ __all__ = ["MOST", "SECONDS", "Wrong"]
 MOST = 32
 MOST_TEXT = 600
 SECONDS = 600.0
-_ENDS = {"written": "unwritten", "gathered": "unwritten", "stored": "unstored", "registered": "unregistered"}
+LAPSE = ("problem", "watching")  # who watches may have gone
+_ENDS = {"written": "unwritten", "gathered": "unwritten", "stored": "unstored", "registered": "unregistered",
+         "attached": "watching"}
 _Key = tuple[str, str, str]  # what, the group's name, and what it is about
 
 
@@ -51,6 +55,6 @@ class Wrong:
     def document(self, now: float) -> list[dict[str, Any]]:
         """Plain data that nobody changes any more."""
         for key in [(what, name, about) for (what, name, about), one in self._held.items()
-                    if what == "problem" and not about and now - one["last"] > SECONDS]:
+                    if what in LAPSE and not about and now - one["last"] > SECONDS]:
             del self._held[key]
         return [{key: value for key, value in one.items() if key != "last"} for one in self._held.values()]

@@ -328,11 +328,13 @@ class JobReplica:
         state: Mapping[str, Mapping[str, Any]],
     ) -> None:
         """Write the trainer's own state of some elements into the version being built, all of which is written;
-        elements of constants while nothing is served. Raises UpdaterError: it does not fit, or lacks something that the
-        optimizer keeps of an element."""
+        elements of constants while nothing is served. What the optimizer keeps of an entry without elements (its count
+        of steps) comes with every patch. Raises UpdaterError: it does not fit, or lacks something that the optimizer
+        keeps of an element, or of such an entry."""
         assert self._slot is not None and self._replica is not None and self._spec is not None
         owned = {name: group.options for group in self._spec.groups for name in group.params}
-        for name in {name for name, _, _ in ranges} & owned.keys():
+        empty = {entry.name for entry in self._plan.job.model if not entry.elements}
+        for name in ({name for name, _, _ in ranges} | empty) & owned.keys():
             kept = [*self._spec.states(owned[name]), *(["step"] if self._spec.name != "sgd" else [])]
             absent = [key for key in kept if key not in state.get(name, {})]
             if absent:

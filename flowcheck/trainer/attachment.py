@@ -147,6 +147,7 @@ class Attachment(Told):
             self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say,
                                          partial(self._reduced, len(self._parts))))
         self._describe()
+        self._keeper.extra = self._extra
         self._hooks = [self._optimizer.register_step_pre_hook(self._before_step),
                        self._optimizer.register_step_post_hook(self._after_step)]
 
@@ -165,6 +166,10 @@ class Attachment(Told):
         held = [one for group in self._optimizer.param_groups for one in group["params"]]
         if self._cadence.every and any(one.is_cpu for one in held):
             library()  # where it has to be compiled, not within an iteration
+
+    def _extra(self) -> dict[str, dict[str, Any]]:
+        """What modules give of themselves besides tensors: by part, by entry."""
+        return {one.name: one.part.extra() for one in self._parts if one.described.extra}
 
     # -- what it is --
 
@@ -264,6 +269,7 @@ class Attachment(Told):
         self._keep_places()
         summed = sum(one.summing for one in self._parts) if checked else None
         self._cadence.over(begin, summed or None)
+        self._keeper.over()
         serve(self._parts, self._max_stall, self.number)
 
     def _changed(self, stepped: int, told: bool) -> str:
@@ -305,12 +311,17 @@ class Attachment(Told):
                 cast("OrderedDict[int, Any]", hooks).move_to_end(hook.id, last=last)
 
     def close(self, seconds: float = 5.0) -> None:
-        """Say goodbye, if the node listens within `seconds`, which several nodes share; idempotent."""
+        """Send the records of the last iterations and say goodbye. Returns when the nodes have read that, which is
+        milliseconds as a rule, or after `seconds`; idempotent. A process that ends without it sends the records all the
+        same, within sender.LEAVE_SECONDS, and the nodes take the job for one that was broken off."""
         if self._closed:
             return
         try:
+            deadline = time.monotonic() + seconds
             for sender in self._senders:
-                sender.close(Bye(), seconds / len(self._senders))
+                sender.part(Bye())
+            for sender in self._senders:
+                sender.finish(max(0.0, deadline - time.monotonic()))
             for hook in self._hooks:
                 hook.remove()
             for one in self._parts:
@@ -323,8 +334,10 @@ class Attachment(Told):
     # -- what torch calls, in the training thread --
 
     def _reduced(self, part: int, whole: bool) -> None:
-        if self._changes is not None:
+        if self._changes is not None and self._parts[part].job is not None:
             self._changes.reduced(part, whole)
+        if whole and len(self._parts) == 1:  # of several, another's gradients are still multiplied
+            self._reduced_anew()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: dict[str, Any]) -> Any:
         """Called by torch. A closure makes the gradients within the step: what is looked at comes after it."""
@@ -369,7 +382,7 @@ class Attachment(Told):
     # -- the log --
 
     def _say(self, why: str) -> None:
-        _log.warning("flowcheck: rank %d: %s", getattr(self, "rank", -1), why)
+        _log.warning("flowcheck: rank %d: %s", getattr(self, "_world", (-1,))[0], why)  # of the whole job
 
     def _refuse(self, error: Exception) -> None:
         """Nothing more is tried. The reason stays; a fault of ours is logged with its place."""

@@ -46,6 +46,7 @@ from flowcheck.job.model import (
     carries,
     unwritable,
 )
+from flowcheck.trainer.extra import unproven
 from flowcheck.trainer.parts import Ddp, Layout, Part, local, stepped
 from flowcheck.trainer.rounding import check_fused, corrections_of, rounding_of
 from flowcheck.trainer.wrapped import refuse_model, refuse_optimizer
@@ -59,6 +60,7 @@ _OPTIONS = {
     "adamw": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
 }
 _RAW = {"sgd": ("lr", "momentum", "weight_decay"), "adam": ("eps", "weight_decay"), "adamw": ("eps",)}
+KINDS_SHOWN = 8  # calls of an iteration that are looked at for a message
 CALLS = 65536  # a longer history is not kept: attach earlier
 _grad = attrgetter("grad")
 
@@ -71,7 +73,8 @@ def _refuse(what: str, where: str, remedy: str) -> UserError:
 class Model:
     """entries: of the state_dict. names: id of an optimized parameter -> its entry. groups: per parameter group the
     entries that are optimized, None for one without any. threads: torch's, where parameters have 16 bits (whose bits
-    depend on it), otherwise 0. corrections: as job.Optimizer has them."""
+    depend on it), otherwise 0. corrections: as job.Optimizer has them. extra: entries that are no tensors of the model
+    (extra.py)."""
 
     entries: list[ModelEntry]
     names: Mapping[int, str]
@@ -80,6 +83,7 @@ class Model:
     rounding: tuple[str, str]
     threads: int = 0
     corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    extra: tuple[str, ...] = ()
 
     @property
     def buffers(self) -> list[str]:
@@ -101,9 +105,7 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
     for name, value in part.state_dict(keep_vars=True).items():
         if why := unwritable(name):
             raise _refuse(why, f"state_dict: {name!a}", "another name")
-        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.dtype in (
-            torch.bool, torch.int16, torch.uint16
-        ):
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES:
             raise _refuse(f"is {getattr(value, 'dtype', type(value).__name__)}", f"state_dict: {name}", "leave it out")
         dtype, shape = DTYPES[value.dtype][0], list(local(value).shape)
         if id(value) not in steps:
@@ -136,7 +138,8 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
     if narrow:
         _check_narrow(narrow[0], optimizer, rounding[0])
     corrections = corrections_of(optimizer) if rounding[0] == "torch-cuda-fused" else {}
-    return Model(out, names, groups, kind, rounding, torch.get_num_threads() if narrow else 0, corrections)
+    return Model(out, names, groups, kind, rounding, torch.get_num_threads() if narrow else 0, corrections,
+                 tuple(part.extra()))
 
 
 def _part(model: DistributedDataParallel | Part) -> Part:
@@ -241,6 +244,10 @@ def _named(call: dict[str, Any]) -> str:
     return f"{call['op']} of {call['count']} {call['dtype']}"
 
 
+def _kinds(calls: list[dict[str, Any]]) -> str:
+    return f"{len(calls)} calls ({', '.join(dict.fromkeys(map(_named, calls[:KINDS_SHOWN])))})" if calls else "no call"
+
+
 def _reduces_as(call: dict[str, Any], steady: list[dict[str, Any]]) -> bool:
     """Could it be taken for a reduction of a usual iteration's?"""
     return call["op"] == "AllReduce" and any(
@@ -266,40 +273,55 @@ class Watch:
         self._startup: list[dict[str, Any]] = []  # what was called before those
         self._steadies = 0  # iterations that called them, one after the other
         self._odd: list[dict[str, Any]] = []  # what the last iteration called that was none
+        self.passes = 1  # backward passes of an iteration, each of which reduces all buckets
         self.whole = False  # the odd iteration called all of a usual one first, and no bucket can be another call; nor
         # can one of these have reduced a gradient once more
         self._bucket_layout: Layout | None = None
         self.looks = 0
         self.why = "the job's iterations are being watched"
 
-    def look(self) -> Job | None:
-        """Call when an iteration is over. The manifest, whose iteration 0 is the one that has just ended."""
+    def look(self, passes: int = 1) -> Job | None:
+        """Call when an iteration is over. passes: backward passes in it that reduced gradients, as far as they were
+        heard. The manifest, whose iteration 0 is the one that has just ended."""
         startup, mine = self._seen, self._new()
         if self._count > CALLS:
             raise _refuse(f"{self._count} calls have passed on the communicator", "attach", "attach at the start")
         self._seen = [*startup, *mine]
         before, self._bucket_layout = self._bucket_layout, self._part.layout(self._described.names)
+        before_that, self._odd = self._odd, mine
         self.looks += 1
+        by = self._part.by
         if self._bucket_layout is None:
-            self.why = f"an iteration reduced no buckets of {self._part.by}, or one of them twice; waiting for another"
-        if before is None or self.looks < 3 or before != self._bucket_layout:
+            self.why = (f"an iteration reduced no buckets of {by}, or one of them twice; waiting for one that reduces"
+                        f" each once: is the model called as attach was given it, with optimizer.zero_grad()?")
+        if before is None or self._bucket_layout is None or self.looks < 3:
+            return None
+        if before != self._bucket_layout:
+            self.why = (f"{by} dealt its buckets otherwise than in the iteration before; waiting for two iterations"
+                        " alike: one model, wrapped once, whose layers all iterations use")
             return None
         counts, dtype = self._bucket_layout[1:]
         steady = [Collective(**call) for call in mine]
         reduced = [call for call in steady if carries(call) == "gradient"]
-        for bucket, call in enumerate(call for call in reduced if call.dtype == dtype and call.count in counts):
-            call.carries, call.bucket = "gradient", bucket
-        for call in reduced:
-            call.carries = call.carries or "other"
-        found = [call.count for call in steady if call.carries == "gradient"]
-        if found != counts:
+        buckets = [call for call in reduced if call.dtype == dtype and call.count in counts]
+        found = [call.count for call in buckets]
+        if found != counts and not (self._part.adds_up and found == counts * max(passes, 1)):
             self.why = (
-                f"an iteration reduced {found} elements where {self._part.by} has buckets of {counts}; waiting for one"
-                " that agrees"
+                f"an iteration reduced {found} elements where {by} has buckets of {counts}; waiting for one that"
+                f" agrees: call the model as attach was given it, and give {by} a process group of its own"
             )
             return None
-        before_that, self._odd = self._odd, mine
+        self.passes = len(found) // len(counts)
+        for call in reduced:
+            call.carries = "other"
+        for bucket, call in enumerate(buckets[-len(counts):]):
+            call.carries, call.bucket = "gradient", bucket
         if self._steady and mine not in (self._steady, before_that):  # a new way of iterating shows twice
+            self.why = (
+                f"an iteration made {_kinds(mine)} on {by}'s communicator, and the one before {_kinds(before_that)};"
+                f" waiting for two alike: as many micro-batches in each, and for all other calls a process group of"
+                f" their own"
+            )
             return None
         self._steady, self._startup, self._steadies, self._seen = mine, startup, 1, []
         return self._job(startup, steady, self._bucket_layout[0], dtype)
@@ -371,6 +393,6 @@ class Watch:
                 version, "none" if described.threads else "", described.threads,
                 {beta: dict(steps) for beta, steps in described.corrections.items()},
             ),
-            step_values=["lr", *(["buffers"] if described.buffers else [])],
+            step_values=["lr", *(["buffers"] if described.buffers else [])], unproven=unproven(described.extra),
         )
         return job_from_dict(job.to_dict(), where="the live job")

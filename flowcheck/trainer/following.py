@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from flowcheck.control.checksum import Sums, begin_checksums
-from flowcheck.control.protocol import Flows, Manifest, Ranges, Record, State, User
+from flowcheck.control.protocol import Flows, Manifest, Notice, Ranges, Record, State, User
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
@@ -42,6 +42,8 @@ from flowcheck.trainer.unchanged import Unchanged, options_of
 __all__ = ["Following", "Over", "serve"]
 
 STATES = [*AttachmentState]
+BLANKS = 3
+PATIENCE = 10  # iterations of a job that is not known, until that is said
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class Following:
         reduced: Callable[[bool], None],
     ) -> None:
         self._reduced = reduced
+        self._passes = 0  # backward passes of the iteration that is under way that reduced gradients
+        self._watched = 0  # iterations since the job was known
+        self._blank = 0  # iterations, with no usual one between, that called otherwise and made no step
         self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
         self.described: Model = entries(part, optimizer)
         self._topology, listed = sources_of(part.group, topology, collectives)
@@ -103,13 +108,19 @@ class Following:
         self.summing = 0.0  # seconds that the checksums of the last boundary that had some have taken
         self.senders: list[Sender] = []
         self._answered = threading.Event()  # by any of the nodes
+        part.listen(self._heard)
+
+    def _heard(self, whole: bool) -> None:
+        self._passes += whole
+        self._reduced(whole)
 
     def connect(
         self, addresses: Sequence[tuple[str, int]], token: Callable[[], bytes], tls: ssl.SSLContext | None,
         iteration: int = 0,
     ) -> None:
         """iteration: the first that is to come."""
-        identity = Identity(*self._run, self.rank, self._ranks, self.name, started(self.name, iteration))
+        identity = Identity(*self._run, self.rank, self._ranks, self.name, started(self.name, iteration),
+                            tuple(dist.get_process_group_ranks(self.part.group)))
         for address in addresses:
             self.senders.append(Sender(
                 address, token, identity, self._opening, partial(self._said, address), self._prepare,
@@ -193,16 +204,20 @@ class Following:
     def over(self, it: Over) -> None:
         """Raises UserError where the job can no longer be followed."""
         self._stepped_with, self._groups = self._groups, None
+        passes, self._passes = self._passes, 0
         self.part.over()
         if self.job is not None:
             if self.watch.again(it.number):
-                if not it.stepped:
-                    raise UserError(
-                        "the optimizer stepped 0 times since the last call of step()", where=f"iteration {it.number}",
-                        remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
-                    )
+                self._check_blank(it)
                 self._odd(it)
                 return
+            self._blank = 0
+            if self.watch.passes > 1 and passes != self.watch.passes:
+                raise UserError(
+                    f"{passes} backward passes reduced gradients, and {self.watch.passes} are an iteration's, with the"
+                    " same calls: which of them carries the gradients is not known", where=f"iteration {it.number}",
+                    remedy=f"give {self.part.by} a process group of its own",
+                )
             if it.renewed:
                 self._say(it.renewed)
                 self.watch.renew(self.described, it.renewed)
@@ -215,11 +230,13 @@ class Following:
                     " attach anew",
                 )
         else:
-            self.job, self._first = self.watch.look(), it.number
+            self.job, self._first = self.watch.look(passes), it.number
+            self._watched = 0 if self.job is not None else self._watched + 1
+            self._say_watching()
             if self.job is not None:
                 self._flows = self._topology()["flows"]
                 self.part.known(True)
-                self.part.listen(self._reduced)
+                self.part.listen(self._heard)
                 self._meeting = True
                 return
         if followers := [sender for sender in self.senders if sender.follows]:
@@ -246,6 +263,27 @@ class Following:
 
     def _wants(self, sender: Sender) -> bool:
         return self.rank == 0 and "state" in sender.wanted
+
+    def _say_watching(self) -> None:
+        """Where a job stays unknown the log says why, and the node, which hears nothing else of it."""
+        if self._watched % PATIENCE or not self._watched:
+            return
+        if self._watched == PATIENCE:
+            self._say(f"{PATIENCE} iterations were watched, and the job is not known yet: {self.watch.why}")
+        for sender in self.senders:
+            if sender.takes_notice:
+                sender.put(Notice(self.watch.why))
+
+    def _check_blank(self, it: Over) -> None:
+        """An iteration that a script gives up is one that it does not step in. Raises UserError where that comes again
+        and again: boundaries are then not where iterations end."""
+        self._blank = 0 if it.stepped else self._blank + 1
+        if self._blank >= BLANKS:
+            raise UserError(
+                f"the optimizer stepped 0 times since the last call of step(), and the iteration reduced otherwise than"
+                f" usual: {BLANKS} times, with no whole iteration between", where=f"iteration {it.number}",
+                remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
+            )
 
     def _odd(self, it: Over) -> None:
         """The iteration called what no other does. If all of its gradients came before that it has a record still; the
@@ -380,4 +418,4 @@ def _filled(sums: Sums | None, taken: Taken, record: Record) -> None:
 def _named(part: Part) -> dict[str, int]:
     """Entries of the state_dict: of a parameter which object it is; a buffer may be another one each time."""
     return {name: id(value) if isinstance(value, torch.nn.Parameter) else 0
-            for name, value in part.state_dict(keep_vars=True).items()}
+            for name, value in part.state_dict(keep_vars=True).items()} | dict.fromkeys(part.extra(), 0)

@@ -152,6 +152,9 @@ class Hsdp(Part):
         return {name: value for name, value in super()._entries().items()
                 if id(value) in self._mine or (self._whole and id(value) not in self._sharded)}
 
+    def extra(self) -> dict[str, Any]:
+        return super().extra() if self._whole else {}
+
     def reduced(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, value) for name, value in self._entries().items()
                 if id(value) in self._mine and value.requires_grad]
@@ -206,8 +209,10 @@ class Hsdp(Part):
         """(type on the wire, what it is divided by afterwards) of a parameter group. Asked from torch."""
         param = next(one for one, parameter in self._params[self._groups.index(group)] if parameter.requires_grad)
         dtype = group._reduce_dtype or param.param_dtype or param.orig_dtype
-        if getattr(group, "_all_reduce_hook", None) is not None:
-            raise UserError("has an all-reduce hook, which may do anything", where=WHERE, remedy="leave it out")
+        if (hook := getattr(group, "_all_reduce_hook", None)) is not None:
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            raise UserError(f"has an all-reduce hook ({name}), which may do anything", where=WHERE,
+                            remedy="leave it out")
         info = group.mesh_info
         try:
             from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors

@@ -14,6 +14,7 @@ again in a script. The training thread.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Told:
         self._scaler = scaler
         self._scale: float | None = None  # at the last boundary: that of the iteration
         self._clips: list[tuple[torch.Tensor, bool]] = []  # factors, and whether all gradients were multiplied
+        self._measured: list[tuple[torch.Tensor, bool]] = []  # the same of calls that only want the norm: one of all
         self._unscaled: torch.Tensor | float | None = None  # the scale by which gradients were divided
         self._found_inf: torch.Tensor | None = None  # by which the optimizer itself skips its step
         self._registered = False  # something was, in a module of the model
@@ -82,7 +84,7 @@ class Told:
             self._compare()
         norm = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
         if not self._hears_clipping:
-            self._clipped(given, max_norm, norm)
+            self._clipped(given, float(max_norm), norm)
         return norm
 
     @contextmanager
@@ -135,7 +137,12 @@ class Told:
         # that ranks have parts of: torch has added these up for its own factor, and does so again.
         whole_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         factor = torch.clamp(most / (whole_norm + 1e-6), max=1.0)
-        self._clips = [*self._clips[-1:], (factor, whole)]
+        if most == math.inf:  # a script that logs the norm: exactly 1, or NaN where the norm is no finite number
+            for other, other_whole in self._measured:
+                factor, whole = factor * other.to(factor.device), whole and other_whole
+            self._measured = [(factor, whole)]
+        else:
+            self._clips = [*self._clips[-1:], (factor, whole)]
         if self._changes is not None:
             self._changes.altered()
 
@@ -152,6 +159,11 @@ class Told:
         self._scaled_clip = bool(self._clips)
         if self._changes is not None:
             self._changes.altered()
+
+    def _reduced_anew(self) -> None:
+        """A backward pass has added to all gradients and reduced the sum: that is on the wire as it is now, with
+        whatever they were multiplied with before."""
+        self._clips, self._measured, self._unscaled, self._scaled_clip = [], [], None, False
 
     def _stepping(self) -> None:
         """The optimizer is about to step. A scaler may have left it to unscale gradients, and to skip."""
@@ -173,7 +185,8 @@ class Told:
         """(clip, scale, skipped) of the iteration that is over, which is forgotten. heard: what its optimizer said
         itself. steps: that it made since the last boundary, None: nobody knows. Raises UserError where the script
         contradicts itself, or clipped what no single factor can say."""
-        clips, self._clips = self._clips, []
+        measured, self._measured = self._measured, []
+        clips, self._clips = [one for one in measured if float(one[0]) != 1.0] or self._clips, []
         unscaled, self._unscaled = self._unscaled, None
         found_inf, self._found_inf = self._found_inf, None
         early, self._scaled_clip = self._scaled_clip, False

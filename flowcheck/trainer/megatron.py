@@ -34,6 +34,7 @@ import torch
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
+from flowcheck.trainer.extra import is_extra
 from flowcheck.trainer.parts import Layout, Part
 
 __all__ = ["Megatron", "Pieces", "instances", "torch_optimizer"]
@@ -119,14 +120,13 @@ class Pieces:
         return {id(piece) for piece, _, _ in self._found.values()}
 
     def entries(self) -> dict[str, torch.Tensor]:
-        """What this rank steps, and what nobody does, in the state_dict's order. None of what other ranks step. Extra
-        states of layers (keys that end so) are no tensors, or belong to fp8."""
+        """What this rank steps, and what nobody does, in the state_dict's order. None of what other ranks step."""
         out: dict[str, torch.Tensor] = {}
         for name, value in self.model.module.state_dict(keep_vars=True).items():
             if id(value) in self._found:
                 piece, start, end = self._found[id(value)]
                 out[f"{name}[{start}:{end}]"] = piece
-            elif not name.endswith("_extra_state") and not getattr(value, "requires_grad", False):
+            elif not is_extra(name) and not getattr(value, "requires_grad", False):
                 out[name] = value
         return out
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
+from flowcheck.trainer.extra import is_extra
 from flowcheck.trainer.hearing import own_hooks_heard
 
 __all__ = [
@@ -55,9 +56,11 @@ def stepped(value: torch.Tensor) -> bool:
 class Part(ABC):
     """name: among the parts of a rank, "" for the only one. group: ranks that reduce it together. others: ids of
     parameters that another part has. by: what reduces them, for a message. divisor: what the wire's sums are divided
-    by before the optimizer has them; known with the layout."""
+    by before the optimizer has them; known with the layout. adds_up: a backward pass adds to what the one before has
+    reduced, and reduces the sum: of several in an iteration, the last one's reduction carries its gradients."""
 
     by = "DDP"
+    adds_up = False
 
     def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, name: str = "") -> None:
         self.module, self.group, self.name = module, group, name
@@ -66,7 +69,11 @@ class Part(ABC):
 
     def _entries(self) -> dict[str, torch.Tensor]:
         """All that may be this part's, in the state_dict's order."""
-        return dict(self.module.state_dict(keep_vars=True))
+        return {name: value for name, value in self.module.state_dict(keep_vars=True).items() if not is_extra(name)}
+
+    def extra(self) -> dict[str, Any]:
+        """What its modules give of themselves besides (extra.py), by their names in the state_dict."""
+        return {name: value for name, value in self.module.state_dict(keep_vars=True).items() if is_extra(name)}
 
     def state_dict(self, keep_vars: bool = False) -> dict[str, torch.Tensor]:
         """keep_vars: parameters as the optimizer has them, else what this rank holds of each."""
@@ -127,6 +134,8 @@ def after_backward(parameter: torch.Tensor, call: Callable[[], None]) -> Callabl
 class Ddp(Part):
     """All that one DistributedDataParallel object reduces."""
 
+    adds_up = True
+
     def __init__(self, model: DistributedDataParallel, name: str = "") -> None:
         super().__init__(model.module, model.process_group, name)
         self._model = model
@@ -138,9 +147,12 @@ class Ddp(Part):
 
     def check(self) -> None:
         model = self._model
+        hooks = [f"{hook.__module__}.{hook.__qualname__}" for hook, _ in getattr(model, "_comm_hooks", ())]
         for odd, what in (
             (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),  # which is a hook, too
-            (bool(getattr(model, "_comm_hooks", ())), "a communication hook: what it sends is its own"),
+            (bool(hooks), f"a communication hook ({', '.join(hooks)}): what it sends is its own"),
+            (bool(getattr(model, "_use_python_reducer", False)), "torch.compile's python_reducer, which has buckets of"
+             " its own"),
             (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
             (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
             (model.reducer is not self._reducer, "another reducer than when it was attached"),

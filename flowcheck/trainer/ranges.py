@@ -15,7 +15,7 @@ torch and the standard library only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,9 @@ class Source:
         held = module.state_dict(keep_vars=True)
         self._parameters = {name: value for name, value in held.items()
                             if isinstance(value, torch.nn.Parameter) or id(value) in described.names}
+        self._empty = {name: value for name, value in self._parameters.items()
+                       if name in self._entries and self._entries[name].kind == "optimized"
+                       and not self._entries[name].tied and not self._entries[name].elements}
         self._places = {name: (value.device, local(value).is_contiguous()) for name, value in held.items()}
         self._groups = {  # which of the optimizer's groups; the groups themselves may be made anew
             described.names[id(parameter)]: number for number, group in enumerate(optimizer.param_groups)
@@ -185,12 +188,16 @@ class Source:
                 part.index.record_stream(torch.cuda.current_stream(part.index.device))
             out[f"model.{name}"] = part.of(tensor, "it")
             if entry.kind == "optimized" and parameter is not None:
-                out |= self._state(part, parameter)
+                out |= self._state(name, parameter, part.of)
+        for name, parameter in self._empty.items():  # a shard may have none: no range brings how many steps there were
+            out |= self._state(name, parameter, lambda value, _: value.detach().reshape(-1))
         return out
 
-    def _state(self, part: _Part, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Of the optimizer. Raises UserError if it is not element by element, or not all there."""
-        name = part.entry
+    def _state(
+        self, name: str, parameter: torch.Tensor, of: Callable[[torch.Tensor, str], torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Of the optimizer. of: what is given of a tensor. Raises UserError if it is not element by element, or not all
+        there."""
         state = {
             key: local(value) for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
@@ -206,7 +213,7 @@ class Source:
                 raise _refusal(f"{key} has the shape {list(value.shape)}: it is not element by element, or not all on"
                                " this rank", name)
             else:
-                copy = part.of(value, key)
+                copy = of(value, key)
             out[f"optimizer.{name}.{key}"] = copy
         return out
 

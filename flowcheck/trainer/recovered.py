@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.extra import is_extra
 from flowcheck.trainer.megatron import Pieces, instances, torch_optimizer
 from flowcheck.trainer.parts import local
 from flowcheck.trainer.user import restore_rng
@@ -34,7 +35,8 @@ class Recovered:
     epoch: for `attach`: one more than the newest that the nodes have of the run; 0 where they have nothing of it.
     version_epoch: in which start of the job the version was made; -1 of a fresh start.
     run_id, shard: whose it is.
-    model: for `model.load_state_dict`; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
+    model: for `model.load_state_dict`, with what modules gave besides tensors (`..._extra_state`) where the version has
+        this rank's own state; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
         of a fresh start.
     parts: what the version has of this rank itself, by the names of PARTS: see the properties of these names.
     missing: of what it does not have why, by its path, such as "scheduler" or "user['loader']".
@@ -47,7 +49,7 @@ class Recovered:
     epoch: int
     run_id: str
     shard: str
-    model: dict[str, torch.Tensor] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     parts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -107,13 +109,17 @@ class Recovered:
                 raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
                                 remedy="recovered.load(model, optimizer)")
         pieces = Pieces(model, given_optimizer) if instances(model) > 1 else None
-        held = model.state_dict() if pieces is None else pieces.entries()
+        whole_state = model.state_dict() if pieces is None else pieces.entries()
+        self._check_extra(whole_state)
+        held = {name: value for name, value in whole_state.items() if not is_extra(name)}
+        came = {name: value for name, value in self.model.items() if not is_extra(name)}
+        extra = {name: value for name, value in self.model.items() if is_extra(name)}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         groups = self.optimizer.get("param_groups", ())
         numbers = [number for group in groups for number in group["params"]]
-        if not self or held.keys() != self.model.keys() or len(numbers) != len(parameters):
+        if not self or held.keys() != came.keys() or len(numbers) != len(parameters):
             raise UserError(
-                f"{self!r} has {len(self.model)} entries and {len(numbers)} optimized parameters; here are {len(held)}"
+                f"{self!r} has {len(came)} entries and {len(numbers)} optimized parameters; here are {len(held)}"
                 f" and {len(parameters)}, or others", where="recover",
                 remedy="the model and the optimizer of the job that made it",
             )
@@ -124,7 +130,7 @@ class Recovered:
             raise UserError(f"{self!r} is of another optimizer: {what}; here is {type(optimizer).__name__} of"
                             f" {sizes[1]}", where="recover", remedy="the optimizer of the job that made it")
         # All of it is made before any of it is loaded: who is refused goes on with what he had.
-        values = {name: _placed(name, value, held[name], exact=True) for name, value in self.model.items()}
+        values = {name: _placed(name, value, held[name], exact=True) for name, value in came.items()}
         state = {
             number: {key: value if key == "step" else _placed(key, value, parameters[number])
                      for key, value in values.items()}
@@ -133,9 +139,26 @@ class Recovered:
         whole = {**self.optimizer, "state": state}
         if pieces is not None:
             pieces.load(values, whole)
+            for name, value in extra.items():
+                cast("Any", model).module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         else:
-            model.load_state_dict(values)
+            model.load_state_dict(values | extra)
             optimizer.load_state_dict(whole)
+
+    def _check_extra(self, held: Mapping[str, Any]) -> None:
+        """Raises UserError, by name, for what a module wants back, or has given, and the version has not."""
+        lost = [name for name in held if is_extra(name) and name not in self.model]
+        lost += [path for path in self.missing if path.startswith("extra[") and not lost]
+        if not lost or not self:
+            return
+        more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        why = self.missing.get(f"extra[{lost[0]!r}]") or self.missing.get(lost[0]) or self.missing.get("extra") or (
+            next(iter(self.missing.values()), "") if not self.parts else "the rank gave none")
+        raise UserError(
+            f"step {self.step} has no {lost[0]}{more}: {why or 'no state of a rank was asked for'}", where="recover",
+            remedy="step= of a version that has it; or model.load_state_dict(recovered.model, strict=False), where"
+                   " modules may begin without it",
+        )
 
     def restore_rng(self) -> None:
         """Set the generators of this process (python's, numpy's, torch's on the CPU and on devices) to where they were

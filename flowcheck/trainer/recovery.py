@@ -45,6 +45,7 @@ from flowcheck.control.start import line_in, order
 from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.trainer.extra import extra_of
 from flowcheck.trainer.recovered import PARTS, Recovered
 from flowcheck.trainer.settings import context_of, token_of
 from flowcheck.trainer.starts import after
@@ -301,7 +302,8 @@ def _user(fetched: Fetched, own: int | None, as_many: bool) -> tuple[dict[str, A
         return {}, (f"states of ranks are those of a job of {found.ranks} ranks, this one has {dist.get_world_size()}:"
                     " none is taken; rank= takes one")
     state = found.state
-    parts = [state.get(name, {}) for name in ("rng", "user", "scheduler", "scaler")] if isinstance(state, dict) else []
+    names = ("rng", "user", "scheduler", "scaler", "extra")
+    parts = [state.get(name, {}) for name in names] if isinstance(state, dict) else []
     lost = state.get("missing", {}) if parts else {}
     if not isinstance(lost, dict) or not all(isinstance(one, str) for pair in lost.items() for one in pair):
         lost = {}
@@ -347,14 +349,15 @@ def _recovered(
     version, state = fetched.version, got.state
     optimizer = _as_given(got.optimizer, state.get("groups", []), "groups" not in lacking)
     parts = {name: state[name] for name in PARTS if name in state and name not in lacking}
+    extra = extra_of(state, version.shard) if "extra" not in lacking else {}
     whole = dict.fromkeys(PARTS, lacking[""]) if "" in lacking else lacking
     paths: dict[str, list[str]] = {}
     for path, why in lacking.items():
         paths.setdefault(why, []).append(_NAMES.get(path, path))
     said = [f"{', '.join(filter(None, of))}: {why}" if any(of) else why for why, of in paths.items()]
     done = Recovered(
-        version.step, epoch, version.run_id, version.shard, fetched.model, optimizer, parts=parts, missing=whole,
-        status=version.status,
+        version.step, epoch, version.run_id, version.shard, fetched.model | extra, optimizer, parts=parts,
+        missing=whole, status=version.status,
         unproven=version.unproven, source=fetched.source, nbytes=fetched.nbytes, seconds=fetched.seconds,
         passed=(*passed, *fetched.passed, *(said if own is not None else ())), version_epoch=version.epoch,
     )

@@ -43,6 +43,7 @@ from flowcheck.control.protocol import (
     Joined,
     Limits,
     Link,
+    Members,
     Notice,
     Progress,
     Ranges,
@@ -66,7 +67,8 @@ USER_UNSENT = 64 << 20  # bytes of user states that wait to be sent
 QUEUE = 1024  # messages: that many iterations the node may be behind
 PAUSE = (1.0, 30.0)
 CONNECT_SECONDS = 5.0
-READ_SECONDS = 1.0  # that a node may take to read the last message
+READ_SECONDS = 5.0  # that a node may take to read what was sent last
+LEAVE_SECONDS = 5.0  # that a process which ends may take to send what it has queued
 AT_ONCE = 64 << 10  # bytes of tensors that the training thread sends itself
 READ = 4096  # bytes that are read at a time
 HEARD_SECONDS = 0.02  # after a message that nobody waits for: those that come meanwhile are heard together
@@ -74,6 +76,7 @@ REQUESTS = 8  # for ranges, of a node, that no boundary has answered yet
 REASONS = 64  # remembered, so that a refusal that is repeated is told once
 
 
+_leaving: list[float] = []  # when that is over, once it has begun
 _OPENING = object()  # in the queue: say the opening here
 _REST = object()  # bytes of messages that were begun
 _WAKE = object()  # look whether the connection is still there
@@ -83,19 +86,27 @@ Fill = Callable[[Any], None]  # what is still missing in a message
 
 @dataclass(frozen=True)
 class Identity:
+    """places: of the group's ranks in the whole job."""
+
     run_id: str
     epoch: int
     rank: int
     ranks: int
     group: str
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    places: tuple[int, ...] = ()
+
+    @property
+    def hello(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "places"}
 
 
 class Sender:
     """why: the last reason for not being connected, or what the node has noticed; "" while all is well. notice: what
     keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
     newest version, -1: none yet. by_ranges: the node asks for elements of the state, and no boundary waits for it.
-    takes_user: the node keeps what ranks give of themselves; takes_head: as UserHead, too. epoch: that versions of this
+    takes_user: the node keeps what ranks give of themselves; takes_head: as UserHead, too; takes_notice: it hears why a
+    job is not known. epoch: that versions of this
     start have there, where it is another than the one said; None: it is not. final: the node does not take this run any
     more, and is not tried again."""
 
@@ -118,13 +129,14 @@ class Sender:
         self._lock = threading.Lock()  # of these three
         self._link: Link | None = None
         self._stop = threading.Event()
+        self._parting = False  # the last word is said: the node ends the connection, and that is no loss
         self._again = threading.Event()  # the opening has more to say
         self.wanted: frozenset[str] = frozenset()
         self.joined: int | None = None
         self.pledged: int | None = None  # None again when the connection ends
         self.notice = ""
         self.by_ranges = False
-        self.takes_user = self.takes_head = False
+        self.takes_user = self.takes_head = self.takes_notice = False
         self.epoch: int | None = None
         self.final = False
         self.tried = threading.Event()  # the first attempt to connect is over
@@ -270,23 +282,41 @@ class Sender:
             self._again.set()
 
     def close(self, last: Any, seconds: float) -> None:
-        """Send what is queued and `last`, if that works within the time. A node ends the connection when it has read
-        `last`. That is waited for: where both sides close at once, what the node has not read yet is thrown away."""
-        if self.put(last):
-            began = time.monotonic()
-            while self.connected and self._thread.is_alive() and time.monotonic() - began < (
-                seconds if self._queue.unfinished_tasks else min(seconds, READ_SECONDS)
-            ):
-                time.sleep(0.005)
+        """Send what is queued and `last`, if that works within the time."""
+        self.part(last)
+        self.finish(seconds)
+
+    def part(self, last: Any) -> None:
+        """The last word, after which the node may end the connection."""
+        self._parting = True
+        self.put(last)
+
+    def finish(self, seconds: float) -> None:
+        """End the connection when the node has read all that was put, which it says by ending it, or after that time.
+        Where this side closed it before, what the node has not read could be thrown away."""
+        self._parting = True
+        deadline = time.monotonic() + seconds
+        while self._queue.unfinished_tasks and self._waits(deadline):
+            time.sleep(0.005)
+        if (link := self._link) is not None:
+            link.finish()
+        deadline = min(deadline, time.monotonic() + READ_SECONDS)
+        while self._waits(deadline):
+            time.sleep(0.005)
         self._end(max(seconds, 0.1))
         if not self._thread.is_alive():
             atexit.unregister(self._leave)
 
+    def _waits(self, deadline: float) -> bool:
+        return self.connected and self._thread.is_alive() and time.monotonic() < deadline
+
     def _leave(self, process: int) -> None:
-        """At the end of the process, of an attachment that nobody has closed, too. A process that was forked has no
-        such thread, and the connection is not its own."""
+        """At the end of the process, of an attachment that nobody has closed, too: what its iterations have put is
+        sent, within LEAVE_SECONDS for all of them. A process that was forked has no such thread, and the connection is
+        not its own."""
         if os.getpid() == process:
-            self._end(CONNECT_SECONDS)
+            _leaving[:] = _leaving or [time.monotonic() + LEAVE_SECONDS]
+            self.finish(max(0.0, _leaving[0] - time.monotonic()))
 
     def _end(self, seconds: float) -> None:
         self._stop.set()
@@ -324,9 +354,9 @@ class Sender:
                 listener.join()
                 self._drain()
                 self.wanted, self.joined, self.pledged, self.notice = frozenset(), None, None, ""
-                self.takes_user = self.takes_head = False
+                self.takes_user = self.takes_head = self.takes_notice = False
                 self.answered.set()
-            if self.final:
+            if self.final or self._parting:
                 return
             self._refusing = self._refused
             if not self._refused or time.monotonic() - began > PAUSE[1]:
@@ -353,7 +383,7 @@ class Sender:
         link = Link(sock, Secure(sock, self._tls, self.address[0]) if self._tls is not None else None)
         link.limits = lambda: Limits(64 << 10)
         try:
-            self.by_ranges = greet(link, token, **asdict(self._identity)).resync == "ranges"
+            self.by_ranges = greet(link, token, **self._identity.hello).resync == "ranges"
         except BaseException:
             link.close()
             raise
@@ -401,6 +431,9 @@ class Sender:
                     raise RecordsError("a payload from a node", where=link.peer)
                 if isinstance(message, Wanted) and "user" in message.what:
                     self.takes_user, self.takes_head = True, "userhead" in message.what
+                    self.takes_notice = "notice" in message.what
+                    if self.takes_notice and self._identity.places:
+                        self.put(Members(list(self._identity.places)))
                 elif isinstance(message, Wanted):
                     self.wanted = frozenset(message.what)
                     if message.what:
@@ -453,7 +486,7 @@ class Sender:
 
     def _ended(self, link: Link, error: Exception) -> None:
         """The first reason counts: a connection that was given up fails in other ways after that."""
-        if self._link is link and not self._stop.is_set():
+        if self._link is link and not self._stop.is_set() and not self._parting:
             self._say(getattr(error, "what", f"{type(error).__name__}: {error}"))
 
     def _drain(self) -> None:

@@ -21,6 +21,7 @@ import torch
 from flowcheck.control.numbers import plain
 from flowcheck.control.user_state import USER_BYTES, Packer, pack
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.trainer.extra import kept
 from flowcheck.trainer.generators import Generators, restore_rng, rng_state
 from flowcheck.trainer.loop import Given
 from flowcheck.trainer.parts import stepped
@@ -37,8 +38,8 @@ MOST_NAMED = 100
 
 
 class Keeper:
-    """scheduler, scaler: with `state_dict`, or None. why: the newest
-    boundary has no state, "": it has."""
+    """scheduler, scaler: with `state_dict`, or None. extra: says what modules give besides tensors (extra.py), by
+    part and entry. why: the newest boundary has no state, "": it has."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None) -> None:
         for what, one in (("scheduler", scheduler), ("scaler", scaler)):
@@ -50,6 +51,7 @@ class Keeper:
         self._options = Unchanged()
         self._packer, self._exact = Packer(), ("rng",)
         self._scheduler, self.scaler = scheduler, scaler
+        self.extra: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
         self._given: Any = None  # how far the scheduler was at the last boundary
         self._warned = False
         self.why = ""
@@ -59,7 +61,6 @@ class Keeper:
     ) -> bytes | None:
         """This rank's own state. user: what the script adds, or a function that says it. What cannot be kept is left
         out and named, in the state itself, too; that is said once as long as it lasts. None: nothing can be kept."""
-        self._given = self._far()
         try:
             data, missing = self._pack(user, step, rank, ranks)
         except Exception as error:  # an object of the script's own may raise anything
@@ -69,6 +70,10 @@ class Keeper:
             say(f"versions are without a part of this rank's own state: {what}")
         self.why = f"step {step} is without a part of this rank's own state: {what}" if missing else ""
         return data
+
+    def over(self) -> None:
+        """A boundary, whether a node takes what this rank would give or none is there."""
+        self._given = self._far()
 
     def look(self, say: Callable[[str], None]) -> None:
         """Before a step of the optimizer: has the scheduler gone on since the boundary? What is kept does not have
@@ -89,17 +94,22 @@ class Keeper:
             if one is not None:
                 made[what] = one.state_dict
         state, missing = dict[str, Any](), dict[str, str]()
-        for what, make in {**made, "user": lambda: _given_by(user)}.items():
+        for what, make in {**made, "user": lambda: _given_by(user), "extra": self._extra}.items():
             try:
                 state[what] = make()
             except Exception as error:
                 missing[what] = f"{what}: {_words(error)}"[:MOST_WHY]
+        if not state.get("extra", True):
+            del state["extra"]
         packed = partial(self._packer.pack, step=step, rank=rank, ranks=ranks, exact=self._exact)
         try:
             return packed({**state, "missing": missing} if missing else state), missing
         except Exception:
             state, more = _keepable(state)
             return packed({**state, "missing": missing | more}), missing | more
+
+    def _extra(self) -> dict[str, Any]:
+        return {part: {name: kept(value) for name, value in found.items()} for part, found in self.extra().items()}
 
     def _rng(self) -> dict[str, Any]:
         if self._generators is None:
@@ -135,7 +145,7 @@ def _number(value: Any) -> Any:
 def _keepable(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """What can be kept of it, and paths of what cannot, with why. A scheduler, a scaler and random numbers are kept
     whole or not at all; of what the script adds, and of the groups' options, each for itself."""
-    left, kept, missing = USER_BYTES - ABOUT_BYTES, dict[str, Any](), dict[str, str]()
+    left, held, missing = USER_BYTES - ABOUT_BYTES, dict[str, Any](), dict[str, str]()
 
     def fits(path: str, piece: dict[str, Any]) -> bool:
         nonlocal left
@@ -147,18 +157,22 @@ def _keepable(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]
         return True
 
     if "groups" in state:
-        kept["groups"] = [{key: value for key, value in group.items() if _is_kept(value)} for group in state["groups"]]
+        held["groups"] = [{key: value for key, value in group.items() if _is_kept(value)} for group in state["groups"]]
         missing |= {f"groups[{at}][{key!r}]": f"option {key!r} of group {at} is a {type(group[key]).__name__}"
-                    for at, group in enumerate(state["groups"]) for key in group.keys() - kept["groups"][at].keys()}
-        if not fits("groups", {"groups": kept["groups"]}):
-            del kept["groups"]
-    kept |= {what: state[what] for what in ("rng", "scheduler", "scaler")
+                    for at, group in enumerate(state["groups"]) for key in group.keys() - held["groups"][at].keys()}
+        if not fits("groups", {"groups": held["groups"]}):
+            del held["groups"]
+    held |= {what: state[what] for what in ("rng", "scheduler", "scaler")
              if what in state and fits(what, {what: state[what]})}
     if "user" in state:
-        kept["user"] = {key: value for key, value in state["user"].items()
+        held["user"] = {key: value for key, value in state["user"].items()
                         if fits(f"user[{key!r}]", {"user": {key: value}})}
+    if "extra" in state:
+        held["extra"] = {part: {name: value for name, value in found.items()
+                                if fits(f"extra[{name!r}]", {"extra": {name: value}})}
+                         for part, found in state["extra"].items()}
     named = dict(list(missing.items())[:MOST_NAMED])
-    return kept, named
+    return held, named
 
 
 def _is_kept(value: Any) -> bool:

@@ -14,7 +14,7 @@ torch and the standard library.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -40,6 +40,7 @@ MODELS = (
     ("fairscale.nn", "FullyShardedDataParallel", "is sharded by FairScale (ZeRO-3)"),
     ("fairscale.nn", "ShardedDataParallel", "is reduced by FairScale to the rank that steps it (ZeRO-2)"),
 )
+COMPILED = (("torch._dynamo", "OptimizedModule", "is torch.compile's"),)
 OPTIMIZERS = (
     ("torch.distributed.optim", "ZeroRedundancyOptimizer", "steps a share of the parameters on each rank (ZeRO-1)"),
     ("deepspeed", "DeepSpeedZeroOptimizer_Stage3", "is DeepSpeed's ZeRO-3"),
@@ -122,6 +123,8 @@ def parts_of(model: Any, optimizer: Any = None) -> list[Part]:
 
 
 def _parts(model: object, name: str, optimizer: object) -> list[Part]:
+    while _known(model, COMPILED):  # what is inside reduces as it always does
+        model = cast("Any", model)._orig_mod
     if _known(model, MODELS) == MEGATRON and instances(model) > 1:
         return [Megatron(model, optimizer, name)]
     if isinstance(model, DistributedDataParallel):

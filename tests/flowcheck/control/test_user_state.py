@@ -105,7 +105,7 @@ class Odd(dict):  # type: ignore[type-arg]
     ({"a": {None: 1}}, "a key that is a NoneType cannot be kept", "user state['a']"),
     ({True: 1}, "a key that is a bool cannot be kept", "user state"),
     ({"t": torch.eye(2).to_sparse()}, "torch.sparse_coo", "user state['t']"),
-    ({"t": torch.zeros(1, dtype=torch.complex64)}, "complex64", "user state['t']"),
+    ({"t": torch.zeros(1, dtype=torch.complex128)}, "complex128", "user state['t']"),
     ({"t": torch.zeros(1, device="meta")}, "on meta cannot be kept", "user state['t']"),
     ({"n": 1 << 5000}, "a number of 5001 bits", "user state['n']"),
 ])

@@ -117,7 +117,7 @@ def test_a_field_that_is_something_else(fields: dict[str, Any], what: str) -> No
     ("tensor", "what"),
     [
         (3, "is not described"), ({}, "has no proper dtype and shape"),
-        ({"dtype": "complex64", "shape": [1], "sha256": A}, "has no proper dtype and shape"),
+        ({"dtype": "complex128", "shape": [1], "sha256": A}, "has no proper dtype and shape"),
         ({"dtype": ["float32"], "shape": [1], "sha256": A}, "has no proper dtype and shape"),
         ({"dtype": {"a": 1}, "shape": [1], "sha256": A}, "has no proper dtype and shape"),
         ({"dtype": "float32", "shape": 1, "sha256": A}, "has no proper dtype and shape"),

@@ -43,6 +43,7 @@ def follow(run: LabRun, job: Training) -> None:
     summary = run.ledger.summary()
     assert summary.all_equal and summary.published >= VERSIONS * len(job.names), (
         summary, [event for _, event in run.events][-6:])
+    assert {one["resync"] for one in said(run, "attached")} == {"ranges"}, "no rank waits"
     lines = said(run, "iteration")
     assert {line["name"] for line in lines} == {one["name"] for one in said(run, "attached")} == set(job.names)
     for name in job.names:

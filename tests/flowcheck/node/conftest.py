@@ -299,7 +299,7 @@ def attach() -> Iterator[Callable[..., Trainer]]:
         while True:
             made.append(trainer := Trainer(node.address, job, rank, **options))
             wish, _ = trainer.link.receive(wait=LONGEST)
-            assert wish == Wanted(["user", "userhead"], ""), "every rank is told so, before it is let in or refused"
+            assert wish == Wanted(["user", "userhead", "notice"], ""), "all are told so, before they are let in"
             first, _ = trainer.link.receive(wait=LONGEST)
             attached = isinstance(first, Refused) and "is attached" in first.why
             if not (patient and attached and time.monotonic() < deadline):

@@ -300,7 +300,7 @@ def attach(server: ControlServer, role: str, token: bytes, tls: ssl.SSLContext |
     try:
         greet(link, token, run_id="run", epoch=0, rank=0, ranks=1, group="", role=role)
         if role == "trainer":
-            assert link.receive(wait=60) == (Wanted(["user", "userhead"], ""), 0)
+            assert link.receive(wait=60) == (Wanted(["user", "userhead", "notice"], ""), 0)
         return ""
     except RecordsError as error:
         return error.what

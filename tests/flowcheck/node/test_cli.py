@@ -145,7 +145,8 @@ def test_a_trainer_with_the_settings_token_reaches_the_group_that_it_names(begin
         link = Link(socket.create_connection((host, int(port)), 10))
         try:
             greet(link, token, run_id="run", epoch=3, rank=0, ranks=4, group="main")
-            assert [link.receive(wait=10)[0] for _ in range(2)] == [Wanted(["user", "userhead"], ""), Refused(told)]
+            takes = Wanted(["user", "userhead", "notice"], "")
+            assert [link.receive(wait=10)[0] for _ in range(2)] == [takes, Refused(told)]
         except RecordsError as error:
             assert error.what == told
         finally:

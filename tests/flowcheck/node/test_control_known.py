@@ -34,7 +34,7 @@ def come(one: Port, *secure: Any) -> Any:
     link = Link(sock, Secure(sock, *secure) if secure else None)
     with contextlib.closing(link):
         welcome = greet(link, TOKEN, run_id="run", epoch=3, rank=0, ranks=4, group="", instance="first")
-        assert link.receive(wait=60) == (Wanted(["user", "userhead"], ""), 0)
+        assert link.receive(wait=60) == (Wanted(["user", "userhead", "notice"], ""), 0)
         return welcome
 
 

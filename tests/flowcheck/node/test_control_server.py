@@ -76,7 +76,7 @@ class Port:
         link = self.connect()
         greet(link, token, run_id="run", epoch=3, rank=rank, ranks=4, group=group, instance="first", role=role)
         if role == "trainer":  # alone and before all else: older trainers take no notice of it
-            assert link.receive(wait=10) == (Wanted(["user", "userhead"], ""), 0)
+            assert link.receive(wait=10) == (Wanted(["user", "userhead", "notice"], ""), 0)
         return link
 
     def ended(self, link: Link) -> bool:

@@ -59,7 +59,7 @@ class Door(Port):
         link = Link(sock, Secure(sock, self._tls.client, "127.0.0.1") if self._tls is not None else None)
         self.links.append(link)
         greet(link, TOKEN, run_id="run", epoch=3, rank=rank, ranks=64, group="", instance="first")
-        assert link.receive(wait=LONGEST) == (Wanted(["user", "userhead"], ""), 0)
+        assert link.receive(wait=LONGEST) == (Wanted(["user", "userhead", "notice"], ""), 0)
         return time.monotonic() - began
 
 

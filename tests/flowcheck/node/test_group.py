@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.control.protocol import Bye, Flows, Holes, Manifest, Patch, Record, State, Wanted
+from flowcheck.control.protocol import Bye, Flows, Holes, Manifest, Members, Notice, Patch, Record, State, Wanted
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
@@ -564,3 +564,40 @@ def test_a_job_that_said_goodbye_and_is_started_again_has_not_failed(scene) -> N
     at.give(again, Manifest(body(), 4))
     at.give(again, Record(4))
     assert failures(at) == []
+
+
+# -- why it is not followed ------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_hear_why_their_job_is_refused(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever came last; and the node blames no firewall for it."""
+    monkeypatch.setattr(membership, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(membership, "ABSENT_SECONDS", 0.0)
+    at = scene(name="shard0", memory_mb=1)
+    zero, one = at.join(0), at.join(1)
+    at.give(zero, Members([1, 3]))
+    at.give(zero, Manifest(small_job(count=[1 << 20]).to_dict() | {"flows": []}))
+    at.give(zero, Flows(FLOWS))
+    assert zero.told[-1].why == "connections of rank 1 of group 'shard0' (3 of the job) are not here"
+    at.give(one, Flows(FLOWS[:1]))
+    (why,) = one.ended
+    assert "replica.memory_mb" in why and "raise memory_mb" in why
+    assert "replica.memory_mb" in zero.told[-1].why and "raise memory_mb" in zero.told[-1].why
+    at.group.leave(one.member)
+    at.turn()
+    assert at.events("incomplete") == []
+    at.give(zero, Flows(FLOWS[:1]))  # while the other one is away
+    assert "replica.memory_mb" in zero.told[-1].why
+    again = at.join(1)
+    assert "replica.memory_mb" in again.told[-1].why
+
+
+def test_who_does_not_know_its_job_says_why(scene) -> None:
+    at = scene()
+    zero, one = at.join(0), at.join(1)
+    for peer in (zero, one, zero):
+        at.give(peer, Notice("an iteration reduced [] elements"))
+    (said,) = at.events("watching")
+    assert "rank 0" in said["why"] and "an iteration reduced [] elements" in said["why"]
+    at.give(one, Notice("another reason"))
+    assert len(at.events("watching")) == 2 and zero.ended == one.ended == []

@@ -110,3 +110,14 @@ def test_what_was_said_last_is_its_text_and_the_first_time_its_beginning() -> No
         {"what": "problem", "name": "", "since": START + 1, "text": "7"},
         {"what": "unstored", "name": "", "since": START, "text": "x" * MOST_TEXT}]
     assert len(held.document(START + 1 + SECONDS)) == 2 and len(held.document(START + 2 + SECONDS)) == 1
+
+
+def test_who_does_not_know_its_job_is_wrong_until_it_is_followed_or_gone() -> None:
+    clock = Clock()
+    tally = Tally("node-a", clock)
+    for name in ("dp0", "dp1"):
+        tally.hear("watching", {"name": name, "rank": 0, "why": "no bucket"})
+    tally.hear("attached", {"name": "dp0", "run_id": "r", "epoch": 0, "ranks": 2, "flows": 2, "resync": "ranges"})
+    assert [one[:2] for one in wrong(tally)] == [("watching", "dp1")]
+    clock.now += SECONDS + 1
+    assert wrong(tally) == []

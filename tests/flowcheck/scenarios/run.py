@@ -63,11 +63,13 @@ class Conv(nn.Module):
 
 
 def hashes(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, str], dict[str, str]]:
-    """SHA-256 of each entry of state_dict, and of each tensor of the optimizer's state but its counter of steps."""
+    """SHA-256 of each tensor of state_dict, and of each of the optimizer's state but its counter of steps. What modules
+    give besides (`..._extra_state`) is each rank's own."""
     state = {f"{name}.{key}": sha256(value) for name, parameter in model.named_parameters()
              for key, value in optimizer.state.get(parameter, {}).items()
              if isinstance(value, torch.Tensor) and key != "step"}
-    return {name: sha256(value) for name, value in model.state_dict().items()}, state
+    held = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+    return {name: sha256(value) for name, value in held.items()}, state
 
 
 def sha256(tensor: torch.Tensor) -> str:

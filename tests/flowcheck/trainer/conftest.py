@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
+from flowcheck.trainer import sender as sending
+
 from ..hand_node import LONGEST, HandNode
 from .training import Training
+
+
+@pytest.fixture(autouse=True)
+def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node made by hand does not end a connection when it has heard the last word, as a real one does."""
+    monkeypatch.setattr(sending, "READ_SECONDS", 0.1)
 
 
 @pytest.fixture

@@ -182,15 +182,30 @@ def test_an_optimizer_that_steps_otherwise_is_refused(training, hand_node, steps
     assert one.attachment.number == 5 and one.attachment.state == "refused"
 
 
-def test_an_iteration_without_a_step_and_without_gradients_is_none(training, hand_node) -> None:
+def test_an_iteration_without_a_step_and_without_gradients_is_joined_past(training, hand_node) -> None:
+    """A guard of the script's own, before backward. No version follows from the one before, and the next iteration
+    joins."""
     one = training()
     peer = joined(one, hand_node)
     one.iterate()
     peer.expect("record")
     one.attachment.step()
+    assert one.attachment.state == "watching" and "iteration 4 made 0 calls" in one.attachment.why
+    one.iterate()
+    assert one.attachment.state == "attaching" and peer.expect("flows")
+    assert peer.expect("manifest")["first"] == 5
+
+
+def test_boundaries_that_are_not_where_iterations_end_are_the_end(training, hand_node) -> None:
+    """step() twice an iteration, say."""
+    one = training()
+    peer = joined(one, hand_node)
+    for _ in range(3):
+        one.iterate()
+        one.attachment.step()
     assert one.attachment.state == "refused"
-    assert "iteration 4: the optimizer stepped 0 times since the last call of step()" in one.attachment.why
-    assert set(peer.rest()) <= {"bye"}
+    assert "the optimizer stepped 0 times since the last call of step()" in one.attachment.why
+    assert peer.rest().count("record") == 1, "of the iteration before the first of them"
 
 
 def test_a_script_that_leaves_a_step_out_has_skipped_it(training, hand_node) -> None:

@@ -71,15 +71,18 @@ def test_the_defaults() -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The address of a connection that is never begun, and (last words, seconds for them) of each end of it."""
+    """The address of a connection that is never begun, its last words, and the seconds for them, whole ones."""
     made: list[Any] = []
 
     class Kept(module.Sender):
         def start(self) -> None:
             made.append(self.address)
 
-        def close(self, last: Any, seconds: float) -> None:
-            made.append((last, seconds))
+        def part(self, last: Any) -> None:
+            made.append(last)
+
+        def finish(self, seconds: float) -> None:
+            made.append(round(seconds))
 
     monkeypatch.setattr(module, "Sender", Kept)
     return made
@@ -90,7 +93,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 ])
 def test_the_address_of_the_node(wrapped, kept, node: str, address: tuple[str, int]) -> None:
     Training(wrapped, (node.rpartition(":")[0], address[1])).attachment.close()
-    assert kept == [address, (Bye(), 5.0)], "goodbye has five seconds"
+    assert kept == [address, Bye(), 5], "goodbye has five seconds"
 
 
 def test_a_refusal_does_not_wait_for_the_node(wrapped, kept) -> None:
@@ -98,7 +101,8 @@ def test_a_refusal_does_not_wait_for_the_node(wrapped, kept) -> None:
     one.iterate()
     one.optimizer.param_groups[0]["lr"] = float("nan")
     one.iterate()
-    assert one.attachment.state == "refused" and kept == [("host", 1), (Bye(), 0.0)]
+    assert one.attachment.state == "refused" and kept == [("host", 1), Bye(), 0]
+    one.attachment.close(0.0)
 
 
 # -- who it is -----------------------------------------------------------------------------------------------

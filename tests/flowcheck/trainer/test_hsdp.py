@@ -222,7 +222,7 @@ def _half(one: Sharded) -> None:
 
 @pytest.mark.parametrize(("change", "what"), [
     (_one_type, "reduces gradients as float32 over 1 and float32 over 4"),
-    (_hook, "has an all-reduce hook, which may do anything"),
+    (_hook, "has an all-reduce hook (_hook.<locals>.<lambda>), which may do anything"),
     (_half, "divides reduced gradients by 2.5"),
 ])
 def test_reductions_that_are_refused(world, change: Callable[[Sharded], None], what: str) -> None:

@@ -386,3 +386,22 @@ def test_a_buffer_that_is_gone_is_refused(made) -> None:
     one = made()
     del one.module.count
     assert one.refusal([("count", 0, 1)]) == "'count': is no longer what the manifest says"
+
+
+@pytest.mark.parametrize("kind", ["adam", "momentum"])
+def test_a_tensor_without_elements_brings_what_is_kept_of_it_with_every_answer(wrapped, kind: str) -> None:
+    """A shard may have none, and no range can name it: how many steps there were comes all the same."""
+    layer = torch.nn.Linear(3, 2)
+    layer.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 4)))
+    model = wrapped(layer)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    source = Source(layer, optimizer, entries(model, optimizer))
+    for _ in range(2):
+        (model(torch.ones(1, 3)).sum() + layer.none.sum()).backward()
+        optimizer.step()
+    _, copies = source.answer(source.prepare(Ranges(3, [("bias", 1, 1)]), PATCH_BYTES), 7)
+    assert copies is not None
+    found = {name.rpartition(".")[2]: value for name, value in copies.on_host().items() if ".none." in name}
+    assert found.keys() == optimizer.state[layer.none].keys() and found
+    assert all(value.numel() == int(key == "step") for key, value in found.items())
+    assert "step" not in found or float(found["step"]) == 2.0

@@ -564,6 +564,25 @@ class Slow(dict[str, float]):
         return super().items()
 
 
+def test_close_waits_until_the_node_has_read(hand_node, sender, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both sides end a connection at once, what is on its way is thrown away. A node under load takes longer than
+    a second for the last records."""
+    monkeypatch.setattr(sending, "READ_SECONDS", LONGEST)
+    mine = sender()
+    peer = hand_node.welcome()
+    assert mine.tried.wait(LONGEST)
+    mine.put(Record(0), {"buffer.x": torch.zeros(1 << 20)})
+    closer = threading.Thread(target=mine.close, args=(Bye(), LONGEST), daemon=True)
+    closer.start()
+    assert peer.receive()[0]["iteration"] == 0 and peer.expect("bye") == {}
+    peer.send("progress", iteration=0, status="unverified")
+    until(lambda: mine.iteration == 0)  # it is heard to the end
+    assert peer.ended() and closer.is_alive()
+    peer.close()
+    closer.join(LONGEST)
+    assert not closer.is_alive() and not mine.connected
+
+
 def test_close_waits_for_the_last_word_itself(hand_node, sender) -> None:
     """An empty queue does not say that its last message has been sent, even if the one before has."""
     mine = sender()

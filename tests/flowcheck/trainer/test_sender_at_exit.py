@@ -35,23 +35,59 @@ def over(process: subprocess.Popen[str]) -> str:
 def test_no_thread_is_left_when_the_interpreter_goes(hand_node: HandNode) -> None:
     """A thread that comes back from torch after that would abort the process."""
     process, peer = trainer(hand_node, "")
-    assert peer.ended() and over(process) == "MainThread\n"
+    assert peer.ended()
+    peer.close()
+    assert over(process) == "MainThread\n"
+
+
+def test_what_was_put_goes_out_before_a_process_ends(hand_node: HandNode) -> None:
+    """More than any socket takes at once, of an attachment that nobody has closed; and no goodbye, for the script may
+    have failed."""
+    process, peer = trainer(hand_node, """
+import torch
+from flowcheck.control.protocol import Record
+for number in range(64):
+    sender.put(Record(number), {"buffer.x": torch.zeros(1 << 18)})
+""")
+    found = [peer.receive() for _ in range(64)]
+    assert [(one["type"], one["iteration"], len(data) >> 20) for one, data in found] == [
+        ("record", number, 1) for number in range(64)]
+    assert peer.ended()
+    peer.close()
+    assert over(process) == "MainThread\n"
+
+
+def test_a_node_that_hangs_does_not_hold_a_process_up(hand_node: HandNode) -> None:
+    """It reads nothing, and ends nothing."""
+    process, peer = trainer(hand_node, """
+import torch
+from flowcheck.control.protocol import Record
+from flowcheck.trainer import sender as sending
+sending.LEAVE_SECONDS = 0.2
+for number in range(64):
+    sender.put(Record(number), {"buffer.x": torch.zeros(1 << 18)})
+""")
+    assert over(process) == "MainThread\n"
+    assert peer.rest() != ["record"] * 64
 
 
 def test_one_that_was_closed_has_nothing_left_to_end(hand_node: HandNode) -> None:
     """A process that attaches again and again does not keep what it had."""
     process, peer = trainer(hand_node, """
 import gc, weakref
-sender.close(Bye(), 240)
+sender.close(Bye(), 240)  # which the node answers by ending the connection
 one = weakref.ref(sender)
 del sender
 gc.collect()
 print(one())
 """)
-    assert peer.expect("bye") == {} and peer.ended() and over(process) == "None\nMainThread\n"
+    assert peer.expect("bye") == {} and peer.ended()
+    peer.close()
+    assert over(process) == "None\nMainThread\n"
 
 
 def test_a_forked_process_that_ends_leaves_the_connection_alone(hand_node: HandNode) -> None:
     process, peer = trainer(hand_node, "if os.fork() == 0: sys.exit(0)\nos.wait()\nsender.close(Bye(), 240)\n")
     assert peer.expect("bye") == {} and peer.ended()
+    peer.close()
     assert over(process) == "MainThread\nMainThread\n"  # the child's is said by its copy

@@ -202,7 +202,7 @@ def test_a_scheduler_that_steps_after_the_boundary_is_said() -> None:
     optimizer.step()
     for _ in range(2):
         schedule.step()
-        keeper.give(None, 1, 0, 2, said.append)
+        keeper.over()
         keeper.look(said.append)
     assert said == []
     for _ in range(2):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
-from ..run import Run
+from ..run import Mlp, Run
 from ..table import Expected, scenario
 
 
@@ -16,6 +16,34 @@ def spectral_norm(run: Run) -> None:
     model = run.model()
     parametrizations.spectral_norm(model.middle)
     ddp, optimizer, attachment = run.usual(model=model)
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
+
+
+class _Counting(torch.nn.Module):
+    """Buffers of types that no gradient has, which each forward changes; and what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.register_buffer("seen", torch.zeros(5, dtype=torch.bool))
+        self.register_buffer("small", torch.zeros(3, dtype=torch.int8))
+        self.register_buffer("byte", torch.zeros(7, dtype=torch.uint8))
+        self.register_buffer("turns", torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.seen.logical_xor_(torch.arange(5) % 2 == self.small[0] % 2)
+            self.small.add_(1)
+            self.byte.add_(self.small[0].to(torch.uint8))
+            self.turns.mul_(1j)
+        return self.inner(x)
+
+
+@scenario(Expected.EQUAL, at=None, quick=True)
+def buffers_of_all_types(run: Run) -> None:
+    """bool, int8, uint8 and complex buffers."""
+    ddp, optimizer, attachment = run.usual(model=run.model(_Counting))
     for i in run.iterations():
         run.plain(ddp, optimizer, attachment, i)
 

@@ -63,6 +63,63 @@ def accumulation(run: Run) -> None:
             optimizer.step()
 
 
+@scenario(Expected.EQUAL, at=None, quick=True)
+def accumulation_reduced(run: Run) -> None:
+    """Three micro-batches without no_sync: each backward reduces, and the last one carries the sum."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        with attachment.iteration():
+            optimizer.zero_grad()
+            for micro in range(3):
+                (run.loss(ddp, 100 * i + micro) / 3).backward()
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            optimizer.step()
+
+
+@scenario(Expected.EQUAL, at=None)
+def accumulation_reduced_in_place(run: Run) -> None:
+    """The same with gradients that are views of several buckets, each micro-batch clipped before the next one."""
+    ddp = run.ddp(gradient_as_bucket_view=True, bucket_cap_mb=0.02)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
+    attachment = run.attach(ddp, optimizer)
+    for i in run.iterations():
+        with attachment.iteration():
+            optimizer.zero_grad()
+            for micro in range(2):
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)
+                run.loss(ddp, 100 * i + micro).backward()
+            optimizer.step()
+
+
+@scenario(Expected.EQUAL, at=None)
+def norm_logged(run: Run) -> None:
+    """clip_grad_norm_ without a bound, to log norms: of each parameter, then of all; and a real one."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        with attachment.iteration():
+            run.backward(ddp, optimizer, i)
+            for parameter in ddp.parameters():
+                torch.nn.utils.clip_grad_norm_(parameter, float("inf"))
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), float("inf"))
+            optimizer.step()
+
+
+@scenario(Expected.NAMED)
+def batch_left_out(run: Run) -> None:
+    """The same before the backward pass: nothing is reduced. The job is joined anew, and followed on."""
+    ddp, optimizer, attachment = run.usual()
+    for i in run.iterations():
+        with attachment.iteration():
+            optimizer.zero_grad()
+            loss = run.loss(ddp, i)
+            if run.now(i):
+                continue
+            loss.backward()
+            optimizer.step()
+    assert str(attachment.state) == "attached", attachment.why
+
+
 @scenario(Expected.EQUAL, at=None)
 def fused(run: Run) -> None:
     """Fused Adam with amsgrad."""
@@ -136,6 +193,17 @@ def compiled_step(run: Run) -> None:
         with attachment.iteration():
             run.backward(ddp, optimizer, i)
             step()
+
+
+@scenario(Expected.EQUAL, at=None)
+def compiled_wrapper(run: Run) -> None:
+    """torch.compile around DDP, as torch's own pages have it."""
+    torch._dynamo.config.suppress_errors = True  # the lab's process group is in Python, and would be compiled, too
+    ddp = torch.compile(run.ddp(), backend="eager")
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
+    attachment = run.attach(ddp, optimizer)
+    for i in run.iterations():
+        run.plain(ddp, optimizer, attachment, i)
 
 
 @scenario(Expected.NAMED, at=None)

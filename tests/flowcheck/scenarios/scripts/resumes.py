@@ -109,3 +109,39 @@ def recovered_again_and_again(run: Run) -> None:
     attachment = run.attach(ddp, optimizer, **since)
     for i in run.iterations(first):
         run.plain(ddp, optimizer, attachment, i)
+
+
+class _Counted(torch.nn.Linear):
+    """A layer that counts its forward passes, beside its weights."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 10)
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.full((1 + self.passes % 3,), self.passes)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.passes = int(state[0])
+
+
+@scenario(Expected.EQUAL, at=None, starts=2, iterations=9)
+def extra_state_recovered(run: Run) -> None:
+    """What a module gives besides tensors (Transformer Engine's all do) comes back with a version."""
+    model = run.model(_Counted)
+    ddp = run.ddp(model)
+    optimizer = torch.optim.AdamW(ddp.parameters(), 1e-3)
+    first, epoch = 0, 0
+    if run.start:
+        found = flowcheck.recover(f"{run.settings['node'].split(':')[0]}:7071", token=run.settings["token"],
+                                  run_id=run.settings["run_id"])
+        found.load(model, optimizer)
+        first, epoch = found.step, found.epoch
+        assert model.passes == first > 0, (model.passes, found)
+    attachment = run.attach(ddp, optimizer, iteration=first, epoch=epoch)
+    for i in run.iterations(first):
+        run.plain(ddp, optimizer, attachment, i)
