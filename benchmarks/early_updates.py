@@ -21,7 +21,7 @@ import torch
 
 from flowcheck.control.protocol import Record
 from flowcheck.lab.bench.feed import Feed, Window, drain
-from flowcheck.node.live import LiveSession
+from flowcheck.node.groups.session import LiveSession
 from flowcheck.rebuild.events import Closed
 
 BETWEEN = 10  # records that agree again before the next one that does not

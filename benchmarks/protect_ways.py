@@ -40,14 +40,14 @@ from flowcheck.control.protocol import Link, RecordsError, accept
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.journal import Journal
-from flowcheck.node.journaling import Reading
-from flowcheck.node.peering import digest_of
-from flowcheck.node.peers import dial
-from flowcheck.node.redo import redo
-from flowcheck.node.serving import Serving
-from flowcheck.node.shelf import Followed, Shelf, serve
+from flowcheck.node.peers.client import dial
+from flowcheck.node.peers.peer_set import digest_of
+from flowcheck.node.peers.shelf import Followed, Shelf, serve
+from flowcheck.node.protect.journal import Journal
+from flowcheck.node.protect.journal_loop import Reading
+from flowcheck.node.protect.redo import redo
 from flowcheck.rebuild.evidence import elements_of
 from flowcheck.rebuild.intervals import intervals
 from flowcheck.rebuild.plan import plan_job

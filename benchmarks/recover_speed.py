@@ -37,8 +37,8 @@ import torch.distributed.checkpoint as dcp
 from flowcheck.control import ask, receiving
 from flowcheck.control.tensors import memory
 from flowcheck.lab.bench.rows import alternate, quantile
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.serving import Serving
 from flowcheck.trainer.recovery import recover
 from updater.choosing import processor
 from updater.optimizers import OptimizerSpec

@@ -145,7 +145,7 @@ def rehearse(
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object for machines (docs/use/rehearse.md).")] = False,
 ) -> None:
     """What a node's mirror ports bring of a running job, before the node is started; exit 1: something is to change."""
-    from flowcheck.node.rehearsal import run
+    from flowcheck.node.rehearse.rehearsal import run
 
     raise typer.Exit(run(config, job or [], seconds, as_json))
 

@@ -26,11 +26,11 @@ from browser import Browser, find
 from flowcheck import __version__
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.control.ask import reader_key
-from flowcheck.node.board import Board
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.serving import Serving
-from flowcheck.node.tally import Tally
-from flowcheck.node.telling import LOST
+from flowcheck.node.status.board import Board
+from flowcheck.node.status.counters import Tally
+from flowcheck.node.status.publisher import LOST
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

@@ -2,7 +2,7 @@
 
 from flowcheck.interrupts import command
 from flowcheck.node.allocator import keep_little
-from flowcheck.node.rights import set_aside
+from flowcheck.node.ports.rights import set_aside
 
 
 def main() -> None:

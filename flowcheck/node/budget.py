@@ -22,12 +22,12 @@ from dataplane.pydpdk.eal import available_bytes, free_huge_pages
 from flowcheck.control.protocol import PEER_BYTES
 from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.doors.files import OTHERS, most_descriptors
-from flowcheck.node.resync import SLOTS, wished
-from flowcheck.node.shadow import OPEN
+from flowcheck.node.groups.ranges import SLOTS, wished
+from flowcheck.node.ports.captures import PlannedCapture
 from flowcheck.node.tokens import warnings_of
+from flowcheck.node.versions.shadow import OPEN
 
 __all__ = ["EXAMPLE_MBPS", "Budget", "CaptureFigures", "MachineFacts", "ThreadPlace", "ask", "budget", "pause_ms"]
 

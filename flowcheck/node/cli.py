@@ -23,8 +23,8 @@ from flowcheck.errors import FlowcheckError, InternalError, of_the_line, of_the_
 from flowcheck.interrupts import unread
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.notify import Notify
-from flowcheck.node.rights import Rights
-from flowcheck.node.saying import Events
+from flowcheck.node.ports.rights import Rights
+from flowcheck.node.status.event_log import Events
 
 __all__ = ["main"]
 

@@ -22,14 +22,14 @@ import typer
 
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.copying import Copying, check_copies
 from flowcheck.node.listening import check_address
 from flowcheck.node.notify import Notify
-from flowcheck.node.output import check_places
-from flowcheck.node.serving import Serving
-from flowcheck.node.telling import Telling
+from flowcheck.node.protect.supervisor import Copying, check_copies
+from flowcheck.node.status.publisher import Telling
 from flowcheck.node.tokens import PEER, Access, warnings_of
+from flowcheck.node.versions.output import check_places
 
 __all__ = ["Holder", "check"]
 

@@ -30,27 +30,27 @@ from flowcheck.checkpoint.objects import check_url
 from flowcheck.control.proof import node_key
 from flowcheck.control.tls import client_context
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
-from flowcheck.node.captures import naming, plan_captures
-from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.control import ControlServer
-from flowcheck.node.copying import Copying, check_copies
-from flowcheck.node.drops import Drops
-from flowcheck.node.group import Group
+from flowcheck.node.groups.control import ControlServer
+from flowcheck.node.groups.group import Group
+from flowcheck.node.groups.ranges import wished
+from flowcheck.node.groups.unattended import Unattended, unattended_jobs
 from flowcheck.node.listening import check_address
-from flowcheck.node.neighbours import Neighbours
 from flowcheck.node.notify import Notify
-from flowcheck.node.output import Hashes, Writer, check_places
-from flowcheck.node.port import Port
-from flowcheck.node.resync import wished
-from flowcheck.node.rights import Rights
-from flowcheck.node.serving import Serving
-from flowcheck.node.shelf import Shelf
-from flowcheck.node.storing import Storing, check_store
-from flowcheck.node.telling import Telling
+from flowcheck.node.peers.common_step import Common
+from flowcheck.node.peers.shelf import Shelf
+from flowcheck.node.peers.step_gossip import Neighbours
+from flowcheck.node.ports.captures import naming, plan_captures
+from flowcheck.node.ports.drops import Drops
+from flowcheck.node.ports.port import Port
+from flowcheck.node.ports.rights import Rights
+from flowcheck.node.protect.supervisor import Copying, check_copies
+from flowcheck.node.status.publisher import Telling
+from flowcheck.node.store.supervisor import Storing, check_store
 from flowcheck.node.tokens import PEER, Access, warnings_of
-from flowcheck.node.unattended import Unattended, unattended_jobs
+from flowcheck.node.versions.output import Hashes, Writer, check_places
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
 

@@ -1,7 +1,7 @@
 """A follower that goes on from lost gradients: versions are built with holes, held, patched, and then published.
 
     follower = PartialFollower(plan, sources, names, policy, ..., patched=True)
-    follower.partial.ask(budget, ranks), take(patch)           whoever talks to the trainers (node/resync.py)
+    follower.partial.ask(budget, ranks), take(patch)           whoever talks to the trainers (node/groups/ranges.py)
     follower.give_up_ranges(why)                                they cannot: the chain ends as it does without
     follower.begin_from(replica)                                of a job of which nothing is here, or not any more
     follower.begin_from(replica, whole=True)                    with what an earlier process left of it

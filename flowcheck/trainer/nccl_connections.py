@@ -5,8 +5,8 @@
 NCCL's log has rings, trees, settings, and the queue pairs that send; the kernel has each queue pair's own number and
 its peer's; neither says to which rank a queue pair goes. So this rank names each of its queue pairs once for each rank
 that it may go to, with what it knows: its own address, and both numbers. The other end does the same, and the node
-keeps what both have named (flowcheck/node/parts.py:union). What is left over, such as other communicators' queue pairs
-between the same ranks, and which connection is which channel, is decided on the wire (docs/use/nccl.md).
+keeps what both have named (flowcheck/node/groups/checks.py:union). What is left over, such as other communicators'
+queue pairs between the same ranks, and which connection is which channel, is decided on the wire (docs/use/nccl.md).
 
 Pure. torch is not needed; the standard library only.
 """

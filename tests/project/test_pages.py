@@ -48,11 +48,11 @@ def rows(text: str) -> dict[str, str]:
     return found
 
 
-LINES = ast.parse((ROOT / "flowcheck/node/lines.py").read_text())
+LINES = ast.parse((ROOT / "flowcheck/node/status/event_fields.py").read_text())
 
 
 def fields_of(made: ast.expr) -> set[str]:
-    """Of a dict that is written out, or that a function of flowcheck/node/lines.py returns."""
+    """Of a dict that is written out, or that a function of flowcheck/node/status/event_fields.py returns."""
     if isinstance(made, ast.Call):
         name = getattr(made.func, "id", "")
         maker = next(one for one in LINES.body if isinstance(one, ast.FunctionDef) and one.name == name)
@@ -64,7 +64,7 @@ def fields_of(made: ast.expr) -> set[str]:
 
 
 def lines() -> dict[str, set[str]]:
-    """Event -> fields, of those that flowcheck/node/lines.py makes of a session's events."""
+    """Event -> fields, of those that flowcheck/node/status/event_fields.py makes of a session's events."""
     made = [one.value for one in ast.walk(LINES) if isinstance(one, ast.Return) and isinstance(one.value, ast.Tuple)]
     return {str(name.value): fields_of(fields) for name, fields in (one.elts for one in made)}  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ from flowcheck.checkpoint.store import Lane, Rules
 from flowcheck.control.ask import Node
 from flowcheck.control.sources import addresses
 from flowcheck.durable import write_atomic
-from flowcheck.node.user_states import UserStates, rank_file, user_folder, users_in
+from flowcheck.node.versions.user_states import UserStates, rank_file, user_folder, users_in
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica

@@ -15,7 +15,7 @@ from flowcheck.checkpoint.users import load_user
 from flowcheck.control.ask import COPY, AskError, Node
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.holdings import DiskShelf
+from flowcheck.node.versions.holdings import DiskShelf
 
 from ..hand_api import KEY, HandApi, HandVersion, seal
 

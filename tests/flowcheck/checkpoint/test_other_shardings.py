@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import flowcheck
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.serving import Serving
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

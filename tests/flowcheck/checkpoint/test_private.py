@@ -16,8 +16,8 @@ from flowcheck.checkpoint.coding.parity import encode
 from flowcheck.control.ask import Node
 from flowcheck.control.sources import addresses
 from flowcheck.control.user_state import pack
-from flowcheck.node.journal import JobText, Journal
-from flowcheck.node.output import Hashes
+from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.versions.output import Hashes
 
 from ..hand_api import KEY, HandApi, HandVersion
 from .killed_writers import WRITERS, Writer

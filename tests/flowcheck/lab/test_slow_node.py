@@ -8,7 +8,7 @@ import pytest
 
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
-from flowcheck.node import uploads
+from flowcheck.node.groups import state_requests as uploads
 
 from .conftest import lab_of
 

@@ -72,7 +72,7 @@ def test_a_meter_sees_a_process_and_what_it_has_started() -> None:
     """The one grows; both are there until they end."""
     child = "import sys, time; print('up', flush=True); sys.stdin.read()"
     code = ("import subprocess, sys\n"
-            f"one = subprocess.Popen([sys.executable, '-c', {child!r}, '-m', 'flowcheck.node.answering'],"
+            f"one = subprocess.Popen([sys.executable, '-c', {child!r}, '-m', 'flowcheck.node.api.worker'],"
             " stdin=subprocess.PIPE)\nheld = []\nfor line in sys.stdin: held.append(bytearray(b'x') * (1 << 25))\n"
             "one.stdin.close(); one.wait()\n")
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

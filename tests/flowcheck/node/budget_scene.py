@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from flowcheck.node.budget import Budget, MachineFacts, budget
-from flowcheck.node.captures import plan_captures
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.ports.captures import plan_captures
 
 GB = 1 << 30
 CONTROL = {"listen": "localhost:1", "token_file": "t"}

@@ -26,7 +26,7 @@ from flowcheck.control.protocol import Flows, Link, Manifest, Patch, Ranges, Rec
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
-from flowcheck.node.holdings import MemoryShelf
+from flowcheck.node.versions.holdings import MemoryShelf
 from updater.replica import Replica
 
 from ...links import wait_for_links

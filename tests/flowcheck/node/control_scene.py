@@ -17,8 +17,8 @@ import torch
 
 from flowcheck.control.protocol import Hello, Link, RecordsError
 from flowcheck.control.tensors import header, packed_bytes, pieces
-from flowcheck.node import control
-from flowcheck.node.inbox import Inbox
+from flowcheck.node.groups import control
+from flowcheck.node.groups.inbox import Inbox
 
 
 class NotedGroup:

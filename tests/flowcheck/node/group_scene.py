@@ -14,16 +14,16 @@ import pytest
 import torch
 from parser.placers import Placers
 
-import flowcheck.node.group
+import flowcheck.node.groups.group
 from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice, Job
 from flowcheck.lab.synth import example_job
-from flowcheck.node.common import Common
 from flowcheck.node.config import Api, Capture, Control, NodeConfig, Output, ReplicaSettings
-from flowcheck.node.group import Group
-from flowcheck.node.members import Inbound, RankSession
-from flowcheck.node.silence import Arrivals
+from flowcheck.node.groups.group import Group
+from flowcheck.node.groups.members import Inbound, RankSession
+from flowcheck.node.peers.common_step import Common
+from flowcheck.node.ports.silence import Arrivals
 from flowcheck.rebuild.events import Event
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -182,8 +182,8 @@ class FakePort(Arrivals):
     def explain(self, drops: Mapping[str, int]) -> str:
         pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
         from dataplane.live import LiveConfig
-        from flowcheck.node.captures import PlannedCapture
-        from flowcheck.node.drops import describe
+        from flowcheck.node.ports.captures import PlannedCapture
+        from flowcheck.node.ports.drops import describe
 
         return describe(drops, PlannedCapture("capture", Capture(device="ring"), LiveConfig("ring"), -1))
 
@@ -266,7 +266,7 @@ def fake_sessions() -> Any:
         return begun[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flowcheck.node.group, "LiveSession", begin)
+        patch.setattr(flowcheck.node.groups.group, "LiveSession", begin)
         yield begun
 
 

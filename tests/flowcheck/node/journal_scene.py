@@ -15,9 +15,9 @@ from flowcheck.control.version import Version
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
-from flowcheck.node.journal import JobText, Journal
-from flowcheck.node.peering import digest_of
-from flowcheck.node.shelf import Followed, Shelf
+from flowcheck.node.peers.peer_set import digest_of
+from flowcheck.node.peers.shelf import Followed, Shelf
+from flowcheck.node.protect.journal import JobText, Journal
 from flowcheck.rebuild.evidence import elements_of
 from flowcheck.rebuild.intervals import intervals
 from flowcheck.rebuild.plan import plan_job

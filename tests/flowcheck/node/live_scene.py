@@ -22,12 +22,12 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
-from flowcheck.node.catching_up import CatchUp
 from flowcheck.node.config import ReplicaSettings
-from flowcheck.node.live import LiveSession
-from flowcheck.node.members import RankSession
-from flowcheck.node.resync import Resync
-from flowcheck.node.silence import Silent
+from flowcheck.node.groups.members import RankSession
+from flowcheck.node.groups.ranges import Resync
+from flowcheck.node.groups.session import LiveSession
+from flowcheck.node.peers.catch_up import CatchUp
+from flowcheck.node.ports.silence import Silent
 from flowcheck.rebuild.events import (
     Asked,
     Begun,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flowcheck.node import service
-from flowcheck.node.drops import OWN
-from flowcheck.node.inbox import Inbox
+from flowcheck.node.groups.inbox import Inbox
+from flowcheck.node.ports.drops import OWN
 
 from ..memory_ring import MemoryRing
 

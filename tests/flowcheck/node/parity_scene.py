@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from flowcheck.control.proof import node_key
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.copying import Copying
-from flowcheck.node.serving import Serving
+from flowcheck.node.protect.supervisor import Copying
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

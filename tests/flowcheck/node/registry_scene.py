@@ -80,8 +80,8 @@ class EtcdServer:
 
 def signed(endpoints: Sequence[str], cluster: str) -> Any:
     """The registry of a member that knows the tests' token."""
-    from flowcheck.node.etcd import Etcd
-    from flowcheck.node.signing import Signed
+    from flowcheck.node.protect.registry_etcd import Etcd
+    from flowcheck.node.protect.signing import Signed
 
     return Signed(Etcd(endpoints, cluster, seconds=30.0), cluster, lambda: [bytes.fromhex(NODE_KEY)],
                   lambda *_, **__: None)
@@ -98,8 +98,8 @@ def etcd_server(
     pytest.importorskip("etcd3gw", reason="the extra `registry` is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.closing(EtcdServer(folder, count, hosts, prefixes)) as server:
-        from flowcheck.node.etcd import Etcd
-        from flowcheck.node.registry import RegistryError
+        from flowcheck.node.protect.registry import RegistryError
+        from flowcheck.node.protect.registry_etcd import Etcd
 
         end = time.monotonic() + SECONDS
         while True:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Have, Member, Part
-from flowcheck.node.registry import HAVE, ROOT, RegistryError, Shared
-from flowcheck.node.replacing import Operator
-from flowcheck.node.seat import Seat
+from flowcheck.node.protect.placement import Decided, Have, Member, Part
+from flowcheck.node.protect.registry import HAVE, ROOT, RegistryError, Shared
+from flowcheck.node.protect.registry_member import Seat
+from flowcheck.node.protect.replacement import Operator
 
 GRACE = 10.0
 LEAVES = {"a": "l1", "b": "l1", "c": "l2", "d": "l2", "e": "l3", "f": "l1", "g": "l4"}

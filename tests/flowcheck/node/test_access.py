@@ -22,17 +22,18 @@ from flowcheck.control.ask import AskError, Node, reader_key
 from flowcheck.control.protocol import Link, RecordsError, Wanted, greet
 from flowcheck.control.tls import Secure, client_context, server_context
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import answering, api
-from flowcheck.node.answering import serve, server_of
-from flowcheck.node.api import make_app
-from flowcheck.node.api_description import describe
+from flowcheck.node.api import routes as api
+from flowcheck.node.api import worker as answering
+from flowcheck.node.api.description import describe
+from flowcheck.node.api.routes import make_app
+from flowcheck.node.api.supervisor import Serving
+from flowcheck.node.api.worker import serve, server_of
 from flowcheck.node.config import NodeConfig, load
-from flowcheck.node.control import ControlServer
 from flowcheck.node.doors.http_door import Limits
-from flowcheck.node.holdings import Gone, Shelf
-from flowcheck.node.inbox import Inbox
-from flowcheck.node.serving import Serving
+from flowcheck.node.groups.control import ControlServer
+from flowcheck.node.groups.inbox import Inbox
 from flowcheck.node.tokens import Access
+from flowcheck.node.versions.holdings import Gone, Shelf
 
 from ..certificates import issue
 from ..hand_node import LONGEST, until

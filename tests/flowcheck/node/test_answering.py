@@ -17,11 +17,11 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from flowcheck.errors import UserError
-from flowcheck.node import answering
-from flowcheck.node.answering import ASK_SECONDS, LOOK_SECONDS, TAKE_SECONDS, _Client, _Loop, _Settings
+from flowcheck.node.api import worker as answering
+from flowcheck.node.api.sending import Offering
+from flowcheck.node.api.worker import ASK_SECONDS, LOOK_SECONDS, TAKE_SECONDS, _Client, _Loop, _Settings
 from flowcheck.node.doors.http_door import Limits
-from flowcheck.node.parity_shelf import OTHERS_SECONDS
-from flowcheck.node.sending import Offering
+from flowcheck.node.protect.parity_shelf import OTHERS_SECONDS
 
 from ..certificates import issue
 

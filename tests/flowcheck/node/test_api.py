@@ -22,10 +22,10 @@ from flowcheck import __version__
 from flowcheck.control.ask import Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node import api
-from flowcheck.node.api import OPEN, _key, make_app, may, span_of
-from flowcheck.node.api_description import _MORE, describe
-from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
+from flowcheck.node.api import routes as api
+from flowcheck.node.api.description import _MORE, describe
+from flowcheck.node.api.routes import OPEN, _key, make_app, may, span_of
+from flowcheck.node.versions.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
 
 KEY = "k" * 64
 SHOWN = [(b"authorization", f"Bearer {KEY}".encode())]

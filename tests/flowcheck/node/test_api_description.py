@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 from flowcheck import __version__
-from flowcheck.node.api_description import describe
+from flowcheck.node.api.description import describe
 
 ROOT = Path(__file__).resolve().parents[3]
 OPEN = "/alive"

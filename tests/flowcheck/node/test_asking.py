@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flowcheck.control.protocol import Notice, Wanted
-from flowcheck.node import uploads
-from flowcheck.node.uploads import LOOK_SECONDS, OWN, QUIET, SOON, Asking, Uploads
+from flowcheck.node.groups import state_requests as uploads
+from flowcheck.node.groups.state_requests import LOOK_SECONDS, OWN, QUIET, SOON, Asking, Uploads
 
 
 class Scene:

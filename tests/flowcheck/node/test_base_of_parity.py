@@ -12,7 +12,7 @@ import pytest
 from flowcheck.checkpoint.directory import read_step_manifest
 from flowcheck.control.ask import Node
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.parity_base import ParityBase
+from flowcheck.node.protect.parity_base import ParityBase
 
 from ..hand_api import KEY, HandApi, HandVersion
 

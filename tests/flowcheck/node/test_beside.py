@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import beside
-from flowcheck.node.beside import FIRST_PAUSE, LONGEST_PAUSE, MOST_LINE, NICE, Beside, Lines, begun, start
+from flowcheck.node import child as beside
+from flowcheck.node.child import FIRST_PAUSE, LONGEST_PAUSE, MOST_LINE, NICE, Beside, Lines, begun, start
 
 from ..hand_node import LONGEST, until
 from .pipes import Pipes
@@ -403,7 +403,7 @@ def test_without_a_node_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_words_of_a_real_process(program: Callable[[str], str]) -> None:
     """The two together: settings in, a line out, and no more when the node has gone."""
-    text = "from flowcheck.node.beside import Lines\nsay = Lines()\nwhile True: say('tick', name='x')\n"
+    text = "from flowcheck.node.child import Lines\nsay = Lines()\nwhile True: say('tick', name='x')\n"
     process = subprocess.Popen([sys.executable, "-P", "-m", program(text)], stdout=subprocess.PIPE)
     assert process.stdout is not None and json.loads(process.stdout.readline()) == {"event": "tick", "name": "x"}
     process.stdout.close()

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import board as module
-from flowcheck.node.board import ROOM, Board, Glance
+from flowcheck.node.status import board as module
+from flowcheck.node.status.board import ROOM, Board, Glance
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_a_reader_never_sees_a_mixture(pair: Any) -> None:
 CHILD = """
 import fcntl, mmap, os, sys
 sys.path.insert(0, sys.argv[2])
-from flowcheck.node.board import Glance
+from flowcheck.node.status.board import Glance
 fd = int(sys.argv[1])
 print(Glance(fd).read().decode())
 for harm in (lambda: os.ftruncate(fd, 4096), lambda: os.ftruncate(fd, 1 << 24), lambda: os.pwrite(fd, b"x", 0),

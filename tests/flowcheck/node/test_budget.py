@@ -14,8 +14,8 @@ from dataplane.live import live_memory
 from dataplane.memory import EAL_TABLES_MB
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.budget import Budget, ask, budget, pause_ms
-from flowcheck.node.captures import PlannedCapture, plan_captures
-from flowcheck.node.shadow import OPEN
+from flowcheck.node.ports.captures import PlannedCapture, plan_captures
+from flowcheck.node.versions.shadow import OPEN
 
 from .budget_scene import GB, ROOMY, config, made
 

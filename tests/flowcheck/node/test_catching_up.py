@@ -16,9 +16,9 @@ import pytest
 from flowcheck.control.ask import Node
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Job, ModelEntry
-from flowcheck.node import catching_up
-from flowcheck.node.catching_up import CatchUp
-from flowcheck.node.members import RankSession
+from flowcheck.node.groups.members import RankSession
+from flowcheck.node.peers import catch_up as catching_up
+from flowcheck.node.peers.catch_up import CatchUp
 from flowcheck.rebuild.events import Begun, CaughtUp, Held, NotCaughtUp
 from updater.reader import Reader
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flowcheck.control.ask import Node, Offer, reader_key
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.serving import Serving
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 from updater.rounding_modes import RoundingMode

@@ -14,8 +14,8 @@ import torch
 
 from flowcheck.control.ask import AskError, Node, Offer
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
-from flowcheck.node import catching_up
-from flowcheck.node.catching_up import AGAIN_SECONDS, ASK_SECONDS, QUIET_SECONDS, RATE
+from flowcheck.node.peers import catch_up as catching_up
+from flowcheck.node.peers.catch_up import AGAIN_SECONDS, ASK_SECONDS, QUIET_SECONDS, RATE
 
 from ..hand_api import KEY, HandApi, HandVersion
 from .test_catching_up_turns import Quiet, offer

@@ -15,8 +15,8 @@ from flowcheck.control.ask import MEMORY, Node, Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import ModelEntry
-from flowcheck.node import catching_up
-from flowcheck.node.catching_up import ASK_SECONDS, DISTRUST, PAUSE, QUIET_SECONDS, RATE, SHARE, CatchUp
+from flowcheck.node.peers import catch_up as catching_up
+from flowcheck.node.peers.catch_up import ASK_SECONDS, DISTRUST, PAUSE, QUIET_SECONDS, RATE, SHARE, CatchUp
 from flowcheck.rebuild.events import CaughtUp, Event, NotCaughtUp
 from flowcheck.rebuild.given import Hearsay
 from updater.errors import UpdaterError

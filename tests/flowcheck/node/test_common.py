@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.control.protocol import Steps
-from flowcheck.node.common import APART_SECONDS, MOST_NAMED, MOST_NODES, Common, is_behind, newest_common, worth
+from flowcheck.node.peers.common_step import (
+    APART_SECONDS,
+    MOST_NAMED,
+    MOST_NODES,
+    Common,
+    is_behind,
+    newest_common,
+    worth,
+)
 
 RUN = ("run", 2)
 steps = st.frozensets(st.integers(0, 30), max_size=4)

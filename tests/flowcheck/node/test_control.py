@@ -40,7 +40,7 @@ from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.control.user_state import pack
 from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry
-from flowcheck.node import control
+from flowcheck.node.groups import control
 
 from .control_scene import Enter, Known, NotedGroup, entering, framed
 

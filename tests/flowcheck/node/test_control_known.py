@@ -13,7 +13,7 @@ import torch
 
 from flowcheck.control.protocol import RESYNC, Flows, Link, Patch, RecordsError, Wanted, greet
 from flowcheck.control.tls import Secure, client_context, server_context
-from flowcheck.node import control
+from flowcheck.node.groups import control
 
 from ..certificates import issue
 from .control_scene import Enter, entering

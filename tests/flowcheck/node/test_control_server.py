@@ -16,11 +16,11 @@ import pytest
 
 from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsError, Refused, Steps, Wanted, greet
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node import control
-from flowcheck.node.control import ControlServer, _Connection
 from flowcheck.node.doors import gate
-from flowcheck.node.inbox import Inbox
-from flowcheck.node.shelf import Shelf
+from flowcheck.node.groups import control
+from flowcheck.node.groups.control import ControlServer, _Connection
+from flowcheck.node.groups.inbox import Inbox
+from flowcheck.node.peers.shelf import Shelf
 
 from ..hand_node import until
 

@@ -14,10 +14,10 @@ import pytest
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Node
 from flowcheck.errors import FlowcheckError
-from flowcheck.node import copier as module
-from flowcheck.node.copier import Copier, Rules
-from flowcheck.node.holdings import DiskShelf
-from flowcheck.node.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect.worker import Copier, Rules
+from flowcheck.node.versions.holdings import DiskShelf
 
 from ..hand_api import KEY, NODE_KEY, HandApi, HandVersion
 from ..hand_node import until

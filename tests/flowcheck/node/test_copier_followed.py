@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node import copier as module
-from flowcheck.node import sitting
-from flowcheck.node.copier import Copier, Rules
-from flowcheck.node.decided import Member
-from flowcheck.node.parity_shelf import Placed
-from flowcheck.node.rounds import Streams
+from flowcheck.node.protect import registry_loop as sitting
+from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.parity_rounds import Streams
+from flowcheck.node.protect.parity_shelf import Placed
+from flowcheck.node.protect.placement import Member
+from flowcheck.node.protect.worker import Copier, Rules
 
 from ..hand_api import NODE_KEY, HandApi, HandVersion
 from ..hand_node import until

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import copier as module
-from flowcheck.node.copier import END_SECONDS, Copier, Rules, _Sources
-from flowcheck.node.decided import Part
+from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.placement import Part
+from flowcheck.node.protect.worker import END_SECONDS, Copier, Rules, _Sources
 
 from .test_copier_sources import MEMBER, said
 

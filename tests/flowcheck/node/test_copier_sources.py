@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flowcheck.control.ask import Node
-from flowcheck.node import copier as module
-from flowcheck.node.copier import _Sources
-from flowcheck.node.decided import Part
+from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.placement import Part
+from flowcheck.node.protect.worker import _Sources
 
 
 class Followed:

@@ -15,8 +15,10 @@ import pytest
 
 from flowcheck.control.ask import Node
 from flowcheck.errors import FlowcheckError
-from flowcheck.node import copier as module
-from flowcheck.node.copier import (
+from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect.placement import Part
+from flowcheck.node.protect.worker import (
     END_SECONDS,
     FIRST_PAUSE,
     LONGEST_PAUSE,
@@ -26,8 +28,6 @@ from flowcheck.node.copier import (
     _again,
     _go_round,
 )
-from flowcheck.node.decided import Part
-from flowcheck.node.journal import FOLDER, JobText, Journal
 
 
 class Waits:

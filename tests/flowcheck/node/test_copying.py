@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import beside
-from flowcheck.node.beside import FIRST_PAUSE
+from flowcheck.node import child as beside
+from flowcheck.node.child import FIRST_PAUSE
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.copying import Copying, check_copies
+from flowcheck.node.protect.supervisor import Copying, check_copies
 
 from .pipes import Pipes
 
@@ -45,7 +45,7 @@ class Scene:
         (folder / "peer").write_text(PEER)
 
     def start(self, module: str, settings: Any) -> Pipes:
-        assert module == "flowcheck.node.copier"
+        assert module == "flowcheck.node.protect.worker"
         self.given.append(json.loads(json.dumps(settings)))
         return self.pipes
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Have, Member, Parity, Part, Recovery
+from flowcheck.node.protect.placement import Decided, Have, Member, Parity, Part, Recovery
 
 MOST = (1 << 53) - 1
 A, B = Member(Site("a", "h1", "l1", "r1"), "[::1]:7071"), Member(Site("b", "h2", "l2", "r2"), "b.example:7072", False)

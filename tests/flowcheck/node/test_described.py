@@ -25,8 +25,8 @@ from hypothesis import HealthCheck
 
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.control.ask import Node, reader_key
-from flowcheck.node.board import Board
-from flowcheck.node.serving import Serving
+from flowcheck.node.api.supervisor import Serving
+from flowcheck.node.status.board import Board
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

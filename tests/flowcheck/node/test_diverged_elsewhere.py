@@ -15,13 +15,13 @@ from flowcheck.checkpoint.objects import open_store
 from flowcheck.checkpoint.store import Lane
 from flowcheck.control.ask import COPY, Node
 from flowcheck.control.version import Version
-from flowcheck.node.api import _Api, _Guard
-from flowcheck.node.copier import Copier, Rules
-from flowcheck.node.divergences import Divergences, Notices
-from flowcheck.node.holdings import DiskShelf, MemoryShelf
-from flowcheck.node.journal import JobText, Journal
-from flowcheck.node.persisting import Persister, Wants
-from flowcheck.node.rounds import Rounds, kept_in
+from flowcheck.node.api.routes import _Api, _Guard
+from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.protect.parity_rounds import Rounds, kept_in
+from flowcheck.node.protect.worker import Copier, Rules
+from flowcheck.node.store.worker import Persister, Wants
+from flowcheck.node.versions.divergences import Divergences, Notices
+from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import until

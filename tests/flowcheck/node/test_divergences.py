@@ -18,9 +18,9 @@ from flowcheck.checkpoint.state import load_checkpoint
 from flowcheck.checkpoint.store import Lane, read_entry
 from flowcheck.control.divergence import Divergence
 from flowcheck.errors import UserError
-from flowcheck.node.divergences import Divergences, Notices
-from flowcheck.node.holdings import DiskShelf, Gone, MemoryShelf, Withheld
-from flowcheck.node.store_shelf import StoreShelf
+from flowcheck.node.store.shelf import StoreShelf
+from flowcheck.node.versions.divergences import Divergences, Notices
+from flowcheck.node.versions.holdings import DiskShelf, Gone, MemoryShelf, Withheld
 
 from .group_scene import small_job
 from .holdings_scene import WHOLE, replicas

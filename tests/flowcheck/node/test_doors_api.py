@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node.board import Board
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.heartbeat import SILENT_SECONDS
-from flowcheck.node.serving import Serving
+from flowcheck.node.status.board import Board
+from flowcheck.node.status.heartbeat import SILENT_SECONDS
 
 from ..certificates import Issued, issue
 from ..hand_api import KEY, TOKEN

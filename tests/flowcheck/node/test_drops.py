@@ -8,9 +8,9 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from dataplane.counterfile import COUNTERS
 from dataplane.live import LiveConfig
-from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.config import Capture
-from flowcheck.node.drops import OWN, Drops, describe
+from flowcheck.node.ports.captures import PlannedCapture
+from flowcheck.node.ports.drops import OWN, Drops, describe
 
 SETTINGS = Capture(device="ring", ring_size=4096, queues=2, path_mtu=1024)
 CAPTURE = PlannedCapture("capture", SETTINGS, LiveConfig("ring", ring_size=4096, queues=2, path_mtu=1024), -1)

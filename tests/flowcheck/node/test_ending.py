@@ -11,8 +11,8 @@ import pytest
 
 from flowcheck.control.protocol import Bye, Flows, Manifest, Patch, Progress, Record
 from flowcheck.errors import UserError
-from flowcheck.node import group as of_group
-from flowcheck.node.live import wind_up
+from flowcheck.node.groups import group as of_group
+from flowcheck.node.groups.session import wind_up
 from flowcheck.rebuild.events import Skipped
 
 from ..hand_node import until

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.node import etcd as module
-from flowcheck.node.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, RegistryError
+from flowcheck.node.protect import registry_etcd as module
+from flowcheck.node.protect.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, RegistryError
 
 pytest.importorskip("etcd3gw", reason="the extra `registry` is not installed")
 Etcd = module.Etcd

@@ -20,11 +20,11 @@ from pydantic import ValidationError
 
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.errors import UserError
-from flowcheck.node import sitting
 from flowcheck.node.config import NodeConfig, load
-from flowcheck.node.copier import Copier, Rules, _Sources
-from flowcheck.node.decided import Decided, Have, Member
-from flowcheck.node.registry import HAVE, MEMBERS, PLACEMENT, ROOT, RegistryError
+from flowcheck.node.protect import registry_loop as sitting
+from flowcheck.node.protect.placement import Decided, Have, Member
+from flowcheck.node.protect.registry import HAVE, MEMBERS, PLACEMENT, ROOT, RegistryError
+from flowcheck.node.protect.worker import Copier, Rules, _Sources
 
 from ..certificates import issue
 from ..hand_api import NODE_KEY, HandApi, HandVersion
@@ -198,7 +198,7 @@ def enable_users(server: EtcdServer) -> None:
 def test_who_logs_in_is_let_in(tmp_path: Path) -> None:
     """The password is asked for again when a login is over, so that one that was replaced is used; and it is in no
     error."""
-    from flowcheck.node.etcd import Etcd
+    from flowcheck.node.protect.registry_etcd import Etcd
 
     with etcd_server(tmp_path / "etcd") as server:
         enable_users(server)
@@ -224,7 +224,7 @@ def test_who_logs_in_is_let_in(tmp_path: Path) -> None:
 
 def test_a_certificate_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To an etcd that wants one. Whom the environment trusts is no matter where the settings say whom."""
-    from flowcheck.node.etcd import Etcd
+    from flowcheck.node.protect.registry_etcd import Etcd
 
     own, wrong = issue(tmp_path, "own"), issue(tmp_path, "wrong")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(wrong.ca))
@@ -258,7 +258,7 @@ def test_a_certificate_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     "https://h:\u0661", "https://h\0:1", "https://h:0",
 ])
 def test_an_endpoint_is_an_address_and_shows_no_secret(endpoint: str) -> None:
-    from flowcheck.node.etcd import check_endpoints
+    from flowcheck.node.protect.registry_etcd import check_endpoints
 
     with pytest.raises(UserError) as caught:
         check_endpoints([endpoint])

@@ -14,9 +14,9 @@ from flowcheck.control.protocol import Bye, Flows, Holes, Manifest, Members, Not
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
-from flowcheck.node import membership
-from flowcheck.node.peering import digest_of
-from flowcheck.node.resync import Resync
+from flowcheck.node.groups import membership
+from flowcheck.node.groups.ranges import Resync
+from flowcheck.node.peers.peer_set import digest_of
 
 from .group_scene import Peer, Scene, scenes, small_job
 
@@ -500,7 +500,7 @@ def test_a_manifest_that_is_refused_while_the_job_starts_again_leaves_none(scene
         raise UserError("of the earlier start")
 
     with monkeypatch.context() as patch:
-        patch.setattr("flowcheck.node.group.plan_job", refuse)
+        patch.setattr("flowcheck.node.groups.group.plan_job", refuse)
         at.give(peer, Manifest(_job(90).to_dict()))
     at.give(again[0], Flows([]))
     assert len(at.sessions) == 1 and again[0].told == [NOTHING_KNOWN] and again[0].ended == []

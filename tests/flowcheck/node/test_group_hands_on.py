@@ -13,12 +13,12 @@ import torch
 from flowcheck.control.protocol import Flows, Manifest, Patch, Record, User, Wanted
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Job
-from flowcheck.node.assigning import WHY
-from flowcheck.node.members import Inbound
-from flowcheck.node.moved import Moved
-from flowcheck.node.runs import start_of
-from flowcheck.node.uploads import OWN, Beginnings
-from flowcheck.node.user_states import ranks_in, user_folder
+from flowcheck.node.groups.assigning import WHY
+from flowcheck.node.groups.members import Inbound
+from flowcheck.node.groups.move_detector import Moved
+from flowcheck.node.groups.state_requests import OWN, Beginnings
+from flowcheck.node.versions.runs import start_of
+from flowcheck.node.versions.user_states import ranks_in, user_folder
 from flowcheck.rebuild.events import CaughtUp, Closed
 
 from ..hand_node import until

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-import flowcheck.node.group
-import flowcheck.node.uploads
+import flowcheck.node.groups.group
+import flowcheck.node.groups.state_requests
 from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, Steps, User, Wanted
 from flowcheck.errors import UserError
-from flowcheck.node.members import Inbound
-from flowcheck.node.moved import Moved
-from flowcheck.node.silence import Silent
-from flowcheck.node.uploads import Uploads
-from flowcheck.node.user_states import ranks_in, user_folder
+from flowcheck.node.groups.members import Inbound
+from flowcheck.node.groups.move_detector import Moved
+from flowcheck.node.groups.state_requests import Uploads
+from flowcheck.node.ports.silence import Silent
+from flowcheck.node.versions.user_states import ranks_in, user_folder
 from flowcheck.rebuild.events import Closed, Lost, Waiting
 
 from ..hand_node import until
@@ -58,7 +58,7 @@ def test_while_a_job_is_joined_anew_what_trainers_send_still_has_a_form(scene) -
         return lambda *args, **options: (plans.append(at.group.plan), call(*args, **options))[1]
 
     with pytest.MonkeyPatch.context() as patch:  # undone before the scene's own
-        group = flowcheck.node.group
+        group = flowcheck.node.groups.group
         for where, name in ((group, "LiveSession"), (group, "plan_job"), (before, "close")):
             patch.setattr(where, name, noting(getattr(where, name)))
         at.happens(Moved("nothing comes"))
@@ -349,7 +349,9 @@ def test_waiting_is_said_in_the_trainers_numbers(scene) -> None:
 def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_of_uploads(scene, monkeypatch) -> None:
     """Each chain is lost to a full ring as soon as its state is here; what rank 0 is asked for stays bounded."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(flowcheck.node.uploads, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
+    monkeypatch.setattr(
+        flowcheck.node.groups.state_requests, "Uploads", lambda drops: Uploads(drops, lambda: clock.now)
+    )
     at = scene(name="a")
     peer, end = at.follow(), clock.now + 600
     states = 0
@@ -375,7 +377,9 @@ def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_
 
 def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene, monkeypatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(flowcheck.node.uploads, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
+    monkeypatch.setattr(
+        flowcheck.node.groups.state_requests, "Uploads", lambda drops: Uploads(drops, lambda: clock.now)
+    )
     at = scene()
     peer = at.follow()
     at.session.state_error = "the state before iteration 3 is here, and 4 has passed"
@@ -552,7 +556,7 @@ def test_the_thread_sleeps_when_nothing_moves_and_not_before(scene, monkeypatch,
         left.append((at.group.inbox._queue.qsize(), at.session.moves if job else -1))
         at.group._stop.set()
 
-    monkeypatch.setattr(flowcheck.node.group, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    monkeypatch.setattr(flowcheck.node.groups.group, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     at.group._main()
     assert left == [(0, -1)] and at.group.failure is None
 
@@ -597,7 +601,8 @@ def test_what_the_placing_threads_have_not_taken_is_waited_for(scene, monkeypatc
     at, naps = scene(), []
     peer = at.follow()
     at.session.behind = 3
-    monkeypatch.setattr(flowcheck.node.live, "time", SimpleNamespace(sleep=naps.append, monotonic=lambda: 0.0))
+    clock = SimpleNamespace(sleep=naps.append, monotonic=lambda: 0.0)
+    monkeypatch.setattr(flowcheck.node.groups.session, "time", clock)
     at.give(peer, Bye())
     assert at.session.calls == [("poll",)] * 4 + [("finish",)] and naps == [0.0005] * 3
     assert at.session.placers is at.placers  # somebody may come back

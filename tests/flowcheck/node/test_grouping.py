@@ -9,8 +9,8 @@ import pytest
 
 from flowcheck.checkpoint.coding.holders import Site, code_groups
 from flowcheck.errors import UserError
-from flowcheck.node.decided import Decided, Member, Parity, Shard
-from flowcheck.node.grouping import grouped
+from flowcheck.node.protect.placement import Decided, Member, Parity, Shard
+from flowcheck.node.protect.placement_groups import grouped
 
 
 def members(leaves: Mapping[str, str]) -> dict[str, Member]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.node import hashing
-from flowcheck.node.hashing import Hashers, Work
+from flowcheck.node.versions import hashing
+from flowcheck.node.versions.hashing import Hashers, Work
 
 from ..hand_node import until
 

@@ -15,9 +15,9 @@ import torch
 
 from flowcheck.control.ask import MEMORY, AskError, Node
 from flowcheck.control.version import MODEL
-from flowcheck.node import hashing
-from flowcheck.node.api import make_app
-from flowcheck.node.holdings import MemoryShelf
+from flowcheck.node.api.routes import make_app
+from flowcheck.node.versions import hashing
+from flowcheck.node.versions.holdings import MemoryShelf
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.node import heartbeat
-from flowcheck.node.heartbeat import CALM_SECONDS, SILENT_SECONDS, START_SECONDS, Pulse, beat
+from flowcheck.node.status import heartbeat
+from flowcheck.node.status.heartbeat import CALM_SECONDS, SILENT_SECONDS, START_SECONDS, Pulse, beat
 
 from ..hand_node import LONGEST
 
@@ -97,7 +97,7 @@ def test_at_its_start_it_has_longer_until_it_has_given_a_sign(tmp_path: Path) ->
 
 BEATS = """
 import sys, threading, time
-from flowcheck.node.heartbeat import beat
+from flowcheck.node.status.heartbeat import beat
 lock = threading.Lock()
 lock.acquire()
 beat({})

@@ -22,12 +22,12 @@ from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
 from flowcheck.node import holder as holder_module
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.copying import check_copies
-from flowcheck.node.decided import Member
 from flowcheck.node.holder import Holder, check
-from flowcheck.node.journal import Journal
-from flowcheck.node.serving import Serving
+from flowcheck.node.protect.journal import Journal
+from flowcheck.node.protect.placement import Member
+from flowcheck.node.protect.supervisor import check_copies
 from flowcheck.trainer.recovery import recover
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

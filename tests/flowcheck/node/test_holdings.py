@@ -17,9 +17,9 @@ import torch
 from safetensors.torch import load
 
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
-from flowcheck.node import hashing, holdings
-from flowcheck.node.holdings import Gone, MemoryShelf, Pressed
-from flowcheck.node.user_states import rank_file, user_folder
+from flowcheck.node.versions import hashing, holdings
+from flowcheck.node.versions.holdings import Gone, MemoryShelf, Pressed
+from flowcheck.node.versions.user_states import rank_file, user_folder
 from updater.errors import NoFreeSlot
 from updater.replica import Replica
 

@@ -15,8 +15,8 @@ import torch
 from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
 from flowcheck.control.ask import DISK, MEMORY
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
-from flowcheck.node import holdings
-from flowcheck.node.holdings import DiskShelf, Gone, MemoryShelf, inode_of
+from flowcheck.node.versions import holdings
+from flowcheck.node.versions.holdings import DiskShelf, Gone, MemoryShelf, inode_of
 from updater.reader import Reader
 from updater.replica import Replica
 
@@ -129,7 +129,7 @@ def test_what_ranks_gave_lies_in_the_step_on_disk(tmp_path: Path) -> None:
 def test_how_old_a_version_is(make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: Any) -> None:
     """Also when nobody writes to its file any more."""
     monkeypatch.setattr("updater.replica.time.time_ns", lambda: 5_000_000_000)
-    monkeypatch.setattr("flowcheck.node.holdings.time.time", lambda: 8.25)
+    monkeypatch.setattr("flowcheck.node.versions.holdings.time.time", lambda: 8.25)
     replica = make(steps=1)
     assert [(one.offer.step, one.offer.age_steps, one.offer.age_seconds) for one in memory.look()] == [
         (1, None, 3.25), (0, None, 3.25)
@@ -138,7 +138,7 @@ def test_how_old_a_version_is(make: Callable[..., Replica], memory: MemoryShelf,
     replica.heard(3)
     replica.heard(1 << 60)
     replica.close()
-    monkeypatch.setattr("flowcheck.node.holdings.time.time", lambda: 4.0)
+    monkeypatch.setattr("flowcheck.node.versions.holdings.time.time", lambda: 4.0)
     assert [(one.offer.step, one.offer.age_steps, one.offer.age_seconds) for one in memory.look()] == [
         (1, 3, 0.0), (0, 4, 0.0)
     ], "a clock that was set back makes nothing younger than new"

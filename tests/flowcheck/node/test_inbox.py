@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from flowcheck.control.protocol import Bye, Flows, RecordsError, User
 from flowcheck.control.user_state import pack
-from flowcheck.node import inbox
-from flowcheck.node.inbox import TEXT_WEIGHT, Inbox
-from flowcheck.node.members import Inbound, RankSession
+from flowcheck.node.groups import inbox
+from flowcheck.node.groups.inbox import TEXT_WEIGHT, Inbox
+from flowcheck.node.groups.members import Inbound, RankSession
 
 from ..hand_node import until
 from .control_scene import Enter, entering

@@ -14,13 +14,13 @@ from flowcheck.checkpoint.directory import load_step, read_step_manifest
 from flowcheck.control.ask import Node, reader_key
 from flowcheck.control.protocol import Journal as Question
 from flowcheck.errors import FlowcheckError
-from flowcheck.node import journaling as module
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.copier import Copier, Rules
-from flowcheck.node.journal import FOLDER, Journal
-from flowcheck.node.journaling import Journaling
-from flowcheck.node.serving import Serving
-from flowcheck.node.shelf import Followed, _Shown
+from flowcheck.node.peers.shelf import Followed, _Shown
+from flowcheck.node.protect import journal_loop as module
+from flowcheck.node.protect.journal import FOLDER, Journal
+from flowcheck.node.protect.journal_loop import Journaling
+from flowcheck.node.protect.worker import Copier, Rules
 from flowcheck.rebuild.intervals import intervals
 
 from ..hand_api import TOKEN, HandApi, HandVersion

@@ -19,10 +19,10 @@ from flowcheck.control.protocol import RANGES_TEXT, Bytes, Entry, Holes, Limits,
 from flowcheck.control.protocol import Journal as Question
 from flowcheck.control.tensors import packed
 from flowcheck.errors import FlowcheckError
-from flowcheck.node import journaling as module
-from flowcheck.node.journal import JobText, Journal
-from flowcheck.node.journaling import Lacking, Reading
-from flowcheck.node.shelf import Shelf
+from flowcheck.node.peers.shelf import Shelf
+from flowcheck.node.protect import journal_loop as module
+from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.protect.journal_loop import Lacking, Reading
 from flowcheck.rebuild.evidence import elements_of
 from flowcheck.rebuild.plan import BucketPlace
 

@@ -18,9 +18,9 @@ import torch
 from flowcheck.control.ask import AskError, Node, Offer
 from flowcheck.control.protocol import Entry, RecordsError
 from flowcheck.errors import FlowcheckError
-from flowcheck.node import journaling as module
-from flowcheck.node.journal import FOLDER, JobText, Journal
-from flowcheck.node.journaling import (
+from flowcheck.node.protect import journal_loop as module
+from flowcheck.node.protect.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect.journal_loop import (
     AGAIN_SECONDS,
     GONE_SECONDS,
     PAUSE_SECONDS,
@@ -32,7 +32,7 @@ from flowcheck.node.journaling import (
     lane_of,
     youngest,
 )
-from flowcheck.node.redo import Reach
+from flowcheck.node.protect.redo import Reach
 from flowcheck.rebuild.plan import BucketPlace
 
 from ..hand_api import KEY, HandApi, HandVersion

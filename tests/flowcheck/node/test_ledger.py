@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node.ledger import Ledger
+from flowcheck.node.status.failures import Ledger
 
 
 class Scene:

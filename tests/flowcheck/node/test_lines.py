@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node.lines import closed_fields, line
-from flowcheck.node.saying import as_text
+from flowcheck.node.status.event_fields import closed_fields, line
+from flowcheck.node.status.event_log import as_text
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import (
     Asked,

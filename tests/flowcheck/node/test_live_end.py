@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowcheck.node import live as of_live
-from flowcheck.node.live import wind_up
+from flowcheck.node.groups import session as of_live
+from flowcheck.node.groups.session import wind_up
 
 from .live_scene import Live
 

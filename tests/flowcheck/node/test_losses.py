@@ -9,8 +9,8 @@ import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Offer
-from flowcheck.node.decided import Decided, Have, Member, Parity, Recovery, Run, Shard
-from flowcheck.node.losses import frozen, newest_persistent, whole
+from flowcheck.node.protect.losses import frozen, newest_persistent, whole
+from flowcheck.node.protect.placement import Decided, Have, Member, Parity, Recovery, Run, Shard
 
 RUN, OTHER = ("run", 1), ("job", 0)
 S0, S1, S2 = (*RUN, "s0"), (*RUN, "s1"), (*RUN, "s2")

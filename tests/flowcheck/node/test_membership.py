@@ -7,8 +7,8 @@ import re
 import pytest
 
 from flowcheck.control.protocol import Joined, Manifest, Notice, Wanted
-from flowcheck.node import membership as module
-from flowcheck.node.membership import ABSENT_SECONDS, LOOK_SECONDS, Membership
+from flowcheck.node.groups import membership as module
+from flowcheck.node.groups.membership import ABSENT_SECONDS, LOOK_SECONDS, Membership
 
 from .group_scene import Peer
 

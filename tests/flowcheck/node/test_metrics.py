@@ -12,9 +12,9 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from flowcheck.node import metrics
-from flowcheck.node.metrics import ALERTED, METRICS, MISSING, STATUSES, exposition
-from flowcheck.node.tally import CONDITIONS, STAGES
+from flowcheck.node.status import metrics
+from flowcheck.node.status.counters import CONDITIONS, STAGES
+from flowcheck.node.status.metrics import ALERTED, METRICS, MISSING, STATUSES, exposition
 
 from .told_scene import START, attached, document, iteration, times
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowcheck.node.moved import LATE, SECONDS, Moved, Movement
+from flowcheck.node.groups.move_detector import LATE, SECONDS, Moved, Movement
 from flowcheck.rebuild.events import Closed, GivenUp
 from parser.engine_config import FlowSpec
 from parser.flow_table import FLOW

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flowcheck.control.protocol import Bytes, Flows, Limits, Link, RecordsError, Refused, Steps, accept
-from flowcheck.node.common import Common
-from flowcheck.node.control import ControlServer
-from flowcheck.node.neighbours import TEXT, Neighbours
+from flowcheck.node.groups.control import ControlServer
+from flowcheck.node.peers.common_step import Common
+from flowcheck.node.peers.step_gossip import TEXT, Neighbours
 
 TOKEN = b"a token that only tests have"
 RUN = ("run", 0)

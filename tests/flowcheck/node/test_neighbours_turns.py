@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flowcheck.control.protocol import Limits, RecordsError, Steps
-from flowcheck.node import neighbours as module
-from flowcheck.node.neighbours import BEAT_SECONDS, TEXT, Neighbours, _Neighbour
+from flowcheck.node.peers import step_gossip as module
+from flowcheck.node.peers.step_gossip import BEAT_SECONDS, TEXT, Neighbours, _Neighbour
 
 MINE, ITS = Steps("a" * 32, "mine", []), Steps("b" * 32, "its", [])
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from flowcheck.node.metrics import METRICS, STATUSES
-from flowcheck.node.tally import CONDITIONS, STAGES
+from flowcheck.node.status.counters import CONDITIONS, STAGES
+from flowcheck.node.status.metrics import METRICS, STATUSES
 from flowcheck.rebuild.verdict import Clause
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -22,9 +22,9 @@ from flowcheck.checkpoint import directory
 from flowcheck.checkpoint.files import write_file
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import output
 from flowcheck.node.config import Output
-from flowcheck.node.output import Hashes, Writer, check_places
+from flowcheck.node.versions import output
+from flowcheck.node.versions.output import Hashes, Writer, check_places
 from updater.errors import NoFreeSlot
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec

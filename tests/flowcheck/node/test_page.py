@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node.tally import Tally
+from flowcheck.node.status.counters import Tally
 from flowcheck.node.tokens import HTTP_ROLES, keys_of
 
 ROOT = Path(__file__).resolve().parents[3]

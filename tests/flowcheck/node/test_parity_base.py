@@ -13,13 +13,13 @@ import pytest
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.directory import read_step_manifest
 from flowcheck.control.ask import COPY, Node, reader_key
-from flowcheck.node import journaling as module
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.journal import Journal
-from flowcheck.node.journaling import Journaling, bases_of, lane_of
-from flowcheck.node.parity_base import ParityBase
-from flowcheck.node.rounds import Rounds, kept_in
-from flowcheck.node.serving import Serving
+from flowcheck.node.protect import journal_loop as module
+from flowcheck.node.protect.journal import Journal
+from flowcheck.node.protect.journal_loop import Journaling, bases_of, lane_of
+from flowcheck.node.protect.parity_base import ParityBase
+from flowcheck.node.protect.parity_rounds import Rounds, kept_in
 from flowcheck.trainer.recovery import recover
 
 from ..hand_api import TOKEN, HandApi, HandVersion

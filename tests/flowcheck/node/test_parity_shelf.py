@@ -19,13 +19,13 @@ from flowcheck.checkpoint.coding.rebuilding import PIECES, ask_pieces
 from flowcheck.control.ask import PARITY, AskError, Node
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node import parity_shelf as module
-from flowcheck.node.answering import serve, server_of
-from flowcheck.node.api import make_app
+from flowcheck.node.api.routes import make_app
+from flowcheck.node.api.worker import serve, server_of
 from flowcheck.node.doors.http_door import Limits
-from flowcheck.node.holdings import Gone, Pressed
-from flowcheck.node.parity_shelf import ParityShelf, StreamShelf
-from flowcheck.node.rounds import Rounds, kept_in
+from flowcheck.node.protect import parity_shelf as module
+from flowcheck.node.protect.parity_rounds import Rounds, kept_in
+from flowcheck.node.protect.parity_shelf import ParityShelf, StreamShelf
+from flowcheck.node.versions.holdings import Gone, Pressed
 from flowcheck.trainer.recovery import Recovered, recover
 
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion

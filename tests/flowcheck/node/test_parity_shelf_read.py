@@ -21,9 +21,9 @@ from flowcheck.control.ask import Node
 from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import Digest
-from flowcheck.node import parity_shelf as module
-from flowcheck.node.holdings import Gone, Pressed
-from flowcheck.node.parity_shelf import BAD_SECONDS, FRESH_SECONDS, ParityShelf, StreamShelf
+from flowcheck.node.protect import parity_shelf as module
+from flowcheck.node.protect.parity_shelf import BAD_SECONDS, FRESH_SECONDS, ParityShelf, StreamShelf
+from flowcheck.node.versions.holdings import Gone, Pressed
 
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion
 from ..hand_node import LONGEST, until

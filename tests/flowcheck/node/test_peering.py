@@ -15,8 +15,8 @@ from flowcheck.control.protocol import Holes, Link, RecordsError, accept
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.node.config import Capture, Control, NodeConfig, ReplicaSettings
-from flowcheck.node.peering import Peering, digest_of
-from flowcheck.node.shelf import Shelf, serve
+from flowcheck.node.peers.peer_set import Peering, digest_of
+from flowcheck.node.peers.shelf import Shelf, serve
 from flowcheck.rebuild.intervals import intervals
 from flowcheck.rebuild.plan import JobPlan, plan_job
 

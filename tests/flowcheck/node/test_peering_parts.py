@@ -10,12 +10,12 @@ import pytest
 
 from flowcheck.control.proof import Proven, node_key
 from flowcheck.job.clock import Clock
-from flowcheck.node import peering
-from flowcheck.node.catching_up import QUIET_SECONDS
 from flowcheck.node.config import Api, Capture, Control, NodeConfig, ReplicaSettings
-from flowcheck.node.peering import Peering, WithPeers, digest_of
-from flowcheck.node.peers import Who
-from flowcheck.node.shelf import Followed
+from flowcheck.node.peers import peer_set as peering
+from flowcheck.node.peers.catch_up import QUIET_SECONDS
+from flowcheck.node.peers.client import Who
+from flowcheck.node.peers.peer_set import Peering, WithPeers, digest_of
+from flowcheck.node.peers.shelf import Followed
 from flowcheck.rebuild.plan import plan_job
 
 from .live_scene import small_job

@@ -26,8 +26,8 @@ from flowcheck.control.protocol import (
     accept,
 )
 from flowcheck.control.tls import Secure, client_context, server_context
-from flowcheck.node import peers as module
-from flowcheck.node.peers import DISTRUST, PAUSE, Peers, Who, checked, dial
+from flowcheck.node.peers import client as module
+from flowcheck.node.peers.client import DISTRUST, PAUSE, Peers, Who, checked, dial
 from flowcheck.rebuild.given import Answer
 
 from ..certificates import issue

@@ -15,10 +15,10 @@ import torch
 from flowcheck.checkpoint.objects import StoreError, open_store
 from flowcheck.checkpoint.store import Lane, Rules
 from flowcheck.control.user_state import pack
-from flowcheck.node import persisting
-from flowcheck.node.holdings import MemoryShelf
-from flowcheck.node.persisting import Persister, Wants, lane_name
-from flowcheck.node.user_states import rank_file, user_folder
+from flowcheck.node.store import worker as persisting
+from flowcheck.node.store.worker import Persister, Wants, lane_name
+from flowcheck.node.versions.holdings import MemoryShelf
+from flowcheck.node.versions.user_states import rank_file, user_folder
 from updater.errors import NoFreeSlot
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -15,9 +15,9 @@ import torch
 from flowcheck.checkpoint.objects import StoreError, open_store
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import persisting
-from flowcheck.node.beside import Lines
-from flowcheck.node.persisting import END_SECONDS, HUNG, Persister, main, probe
+from flowcheck.node.child import Lines
+from flowcheck.node.store import worker as persisting
+from flowcheck.node.store.worker import END_SECONDS, HUNG, Persister, main, probe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -15,9 +15,9 @@ import torch
 from flowcheck.checkpoint.objects import StoreError
 from flowcheck.checkpoint.store import Rules
 from flowcheck.control.user_state import pack
-from flowcheck.node import persisting
-from flowcheck.node.persisting import MOST_LEFT_OUT, Persister, Wants, _Upload
-from flowcheck.node.user_states import rank_file, user_folder
+from flowcheck.node.store import worker as persisting
+from flowcheck.node.store.worker import MOST_LEFT_OUT, Persister, Wants, _Upload
+from flowcheck.node.versions.user_states import rank_file, user_folder
 from updater.errors import ReplicaError
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
@@ -73,7 +73,7 @@ def test_what_stays_although_it_should_go(
         raise StoreError("no", where="there")
 
     here = scene(every=1)
-    monkeypatch.setattr("flowcheck.node.persisting.Lane.tidy", refused)
+    monkeypatch.setattr("flowcheck.node.store.worker.Lane.tidy", refused)
     advance(replica)
     here.done()
     assert here.events("problem") == [{"name": "dp0", "why": "older versions stay in the store: there: no"}]

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Member, Parity
-from flowcheck.node.parity_shelf import Placed
+from flowcheck.node.protect.parity_shelf import Placed
+from flowcheck.node.protect.placement import Decided, Member, Parity
 
 
 def test_the_others_of_the_group_that_was_decided(tmp_path: Path) -> None:

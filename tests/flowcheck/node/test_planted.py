@@ -17,10 +17,10 @@ from flowcheck.checkpoint.coding.parity import DESCRIPTION, Protected
 from flowcheck.checkpoint.directory import MANIFEST, Meta, write_step
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.node.copier import Copier, Rules
-from flowcheck.node.divergences import Divergences, Notices
-from flowcheck.node.replica_files import ReplicaFiles
-from flowcheck.node.user_states import UserStates, rank_file, ranks_in, user_folder, users_in
+from flowcheck.node.protect.worker import Copier, Rules
+from flowcheck.node.versions.divergences import Divergences, Notices
+from flowcheck.node.versions.replica_files import ReplicaFiles
+from flowcheck.node.versions.user_states import UserStates, rank_file, ranks_in, user_folder, users_in
 
 from .group_scene import small_job
 

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
-from flowcheck.node.captures import place_cores, plan_captures
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.drops import OWN
-from flowcheck.node.port import Port
+from flowcheck.node.ports.captures import place_cores, plan_captures
+from flowcheck.node.ports.drops import OWN
+from flowcheck.node.ports.port import Port
 from tests.flowcheck.memory_ring import MemoryRing
 
 CONTROL = {"listen": "localhost:1", "token_file": "t"}

@@ -23,9 +23,9 @@ from flowcheck.checkpoint.directory import Meta, load_step, write_step
 from flowcheck.control.ask import COPY, DISK, AskError, Node, reader_key
 from flowcheck.control.proof import Proven, Questions, authorization, node_key, nonce_in, place_of, voucher
 from flowcheck.control.sources import take
-from flowcheck.node.api import make_app
-from flowcheck.node.holdings import DiskShelf
+from flowcheck.node.api.routes import make_app
 from flowcheck.node.tokens import keys_of
+from flowcheck.node.versions.holdings import DiskShelf
 
 from .test_access import answering_here
 

@@ -16,8 +16,8 @@ import torch
 from flowcheck.checkpoint.directory import load_step, read_step_manifest
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.journal import JobText, Journal
-from flowcheck.node.redo import Reach, planned, reach, redo
+from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.protect.redo import Reach, planned, reach, redo
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 
@@ -201,7 +201,8 @@ def test_a_job_whose_optimizer_is_not_known_cannot_be_made(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Kept(source, tmp_path, steps=1)
-    monkeypatch.setattr("flowcheck.node.redo.JobReplica", lambda *_: SimpleNamespace(absent="no such optimizer"))
+    absent = SimpleNamespace(absent="no such optimizer")
+    monkeypatch.setattr("flowcheck.node.protect.redo.JobReplica", lambda *_: absent)
     with pytest.raises(FlowcheckError, match="no such optimizer") as refused:
         kept.made()
     assert refused.value.where == str(kept.journal.folder)
@@ -222,7 +223,7 @@ def test_memory_for_two_states_and_as_many_threads_as_are_given(
             closed.append(1)
             super().close()
 
-    monkeypatch.setattr("flowcheck.node.redo.JobReplica", Noting)
+    monkeypatch.setattr("flowcheck.node.protect.redo.JobReplica", Noting)
     kept = Kept(source, tmp_path, steps=1)
     redo(kept.base, kept.journal, 3)
     assert [(one.slots, one.threads, one.path) for one in given] == [(2, 3, None)] and closed == [1]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node import etcd as module
-from flowcheck.node.etcd import Etcd
-from flowcheck.node.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, Registry, RegistryError, Shared
+from flowcheck.node.protect import registry_etcd as module
+from flowcheck.node.protect.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, Registry, RegistryError, Shared
+from flowcheck.node.protect.registry_etcd import Etcd
 
 from ..hand_node import until
 from .registry_scene import EtcdServer, etcd_server

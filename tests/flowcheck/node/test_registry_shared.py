@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from flowcheck.node.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, RegistryError, Shared
+from flowcheck.node.protect.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, RegistryError, Shared
 
 
 class Clock:

@@ -18,10 +18,10 @@ import pytest
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab import netns
-from flowcheck.node.decided import Decided, Member
-from flowcheck.node.etcd import Etcd
-from flowcheck.node.registry import ROOT, RegistryError
-from flowcheck.node.seat import Seat
+from flowcheck.node.protect.placement import Decided, Member
+from flowcheck.node.protect.registry import ROOT, RegistryError
+from flowcheck.node.protect.registry_etcd import Etcd
+from flowcheck.node.protect.registry_member import Seat
 from tests.namespaces import need_namespaces
 
 from ..hand_node import until

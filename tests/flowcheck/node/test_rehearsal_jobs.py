@@ -15,11 +15,11 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, generate
-from flowcheck.node import rehearsal_jobs
-from flowcheck.node.captures import plan_captures
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.port import Port
-from flowcheck.node.rehearsal_jobs import MOST_REASONS, Followed, follow
+from flowcheck.node.ports.captures import plan_captures
+from flowcheck.node.ports.port import Port
+from flowcheck.node.rehearse import jobs as rehearsal_jobs
+from flowcheck.node.rehearse.jobs import MOST_REASONS, Followed, follow
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import GivenUp, Timed
 from flowcheck.rebuild.plan import plan_job

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from flowcheck.lab.synth import example_job
-from flowcheck.node.rehearsal_jobs import Followed
-from flowcheck.node.rehearsal_report import Host, _completeness, _group, _of_group, _of_port, _seen, hosts_of, one_sided
+from flowcheck.node.rehearse.jobs import Followed
+from flowcheck.node.rehearse.report import Host, _completeness, _group, _of_group, _of_port, _seen, hosts_of, one_sided
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import Closed, GivenUp, Timed
 from flowcheck.rebuild.plan import plan_job

@@ -21,11 +21,11 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
-from flowcheck.node import rehearsal
 from flowcheck.node.budget import MachineFacts
-from flowcheck.node.captures import plan_captures
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.rehearsal import Rates, _plan, rehearse, run
+from flowcheck.node.ports.captures import plan_captures
+from flowcheck.node.rehearse import rehearsal
+from flowcheck.node.rehearse.rehearsal import Rates, _plan, rehearse, run
 
 FACTS = MachineFacts(1 << 40, 0, {}, frozenset(range(8)), {"ring": 25_000}, {}, {}, {})
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Member
-from flowcheck.node.replacing import LONGEST_PAUSE, SECONDS, Operator
+from flowcheck.node.protect.placement import Member
+from flowcheck.node.protect.replacement import LONGEST_PAUSE, SECONDS, Operator
 
 from ..hand_node import until
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import replica_files
-from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
+from flowcheck.node.versions import replica_files
+from flowcheck.node.versions.replica_files import LeftoverReplica, ReplicaFiles
 from updater.errors import ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec

@@ -3,7 +3,7 @@
 import numpy as np
 
 from flowcheck.lab.synth import example_job
-from flowcheck.node.live import LiveSession
+from flowcheck.node.groups.session import LiveSession
 from flowcheck.rebuild.plan import plan_job
 from tests.flowcheck.memory_ring import MemoryRing
 

@@ -15,8 +15,8 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.model import ModelEntry
 from flowcheck.lab.synth import example_job
 from flowcheck.node.config import ReplicaSettings
-from flowcheck.node.members import RankSession
-from flowcheck.node.resync import Resync, wished
+from flowcheck.node.groups.members import RankSession
+from flowcheck.node.groups.ranges import Resync, wished
 from flowcheck.rebuild.events import Asked, Patched
 from flowcheck.rebuild.plan import plan_job
 

@@ -75,7 +75,7 @@ def test_a_node_has_no_rights_left_and_outlives_a_link_that_went_down(start_node
 
 PROGRAM = """
 import os, threading
-from flowcheck.node import rights
+from flowcheck.node.ports import rights
 before = rights._held()
 rights.set_aside()
 assert rights._held() == 0
@@ -134,7 +134,7 @@ def test_what_belongs_to_somebody_else_is_read_on_where_the_settings_do(tmp_path
     (home / "node.toml").touch(mode=0o600)
     for path in (home / "node.toml", home):
         os.chown(path, 65534, 65534)
-    text = "from flowcheck.node import rights; rights.set_aside(); print(rights._held())"
+    text = "from flowcheck.node.ports import rights; rights.set_aside(); print(rights._held())"
     for path, kept in ((home / "node.toml", 1 << 1), (tmp_path, 0), (tmp_path / "none such", 0)):
         words = [form + str(path)] if form.endswith("=") else [form, str(path)]
         done = subprocess.run([sys.executable, "-P", "-c", text, *words], capture_output=True, text=True, timeout=240)
@@ -162,7 +162,7 @@ def test_a_start_that_is_interrupted_while_a_port_is_being_opened_leaves_nothing
     does not wake it, nor does one that came to it just before it began to wait."""
     text = """
 import signal, sys, threading
-from flowcheck.node import rights
+from flowcheck.node.ports import rights
 def interrupt(number, frame):
     go.set()
     raise KeyboardInterrupt

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from flowcheck.node import rights
-from flowcheck.node.rights import Rights, set_aside
+from flowcheck.node.ports import rights
+from flowcheck.node.ports.rights import Rights, set_aside
 
 from .conftest import LONGEST
 

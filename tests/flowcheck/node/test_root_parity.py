@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.node.decided import Parity
-from flowcheck.node.losses import whole
-from flowcheck.node.seat import PATIENCE
+from flowcheck.node.protect.losses import whole
+from flowcheck.node.protect.placement import Parity
+from flowcheck.node.protect.registry_member import PATIENCE
 
 from .seat_scene import RUN, Cluster
 

@@ -13,11 +13,11 @@ import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import DISK, MEMORY, STORE, Node
-from flowcheck.node.decided import Decided, Member, Recovery
-from flowcheck.node.losses import whole
-from flowcheck.node.replacing import Operator
-from flowcheck.node.seat import PATIENCE, Seat
-from flowcheck.node.sitting import Persistent
+from flowcheck.node.protect.losses import whole
+from flowcheck.node.protect.placement import Decided, Member, Recovery
+from flowcheck.node.protect.registry_loop import Persistent
+from flowcheck.node.protect.registry_member import PATIENCE, Seat
+from flowcheck.node.protect.replacement import Operator
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import until
@@ -255,7 +255,7 @@ def test_the_newest_persistent_version_of_all_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_root_killed_between_its_steps_in_etcd(tmp_path: Path, after: int) -> None:
     """It stops after so many decisions of the recovery; its lease runs out, and another goes on."""
-    from flowcheck.node.etcd import Etcd
+    from flowcheck.node.protect.registry_etcd import Etcd
 
     with etcd_server(tmp_path / "etcd") as server:
         seats: dict[str, Seat] = {}

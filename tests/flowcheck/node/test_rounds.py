@@ -18,8 +18,8 @@ from flowcheck.checkpoint.users import file_of
 from flowcheck.control.ask import Node
 from flowcheck.control.user_state import UserState, pack
 from flowcheck.errors import FlowcheckError
-from flowcheck.node import rounds as module
-from flowcheck.node.rounds import Rounds, Streams, kept_in
+from flowcheck.node.protect import parity_rounds as module
+from flowcheck.node.protect.parity_rounds import Rounds, Streams, kept_in
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import LONGEST, until

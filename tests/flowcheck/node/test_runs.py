@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.node import runs
-from flowcheck.node.runs import LONGEST_NAME, new_run_id, run_folder, start_of
+from flowcheck.node.versions import runs
+from flowcheck.node.versions.runs import LONGEST_NAME, new_run_id, run_folder, start_of
 
 
 @pytest.mark.parametrize(("run_id", "folder"), [

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import saying
-from flowcheck.node.saying import MOST, Events, as_text
-from flowcheck.node.tally import Tally
+from flowcheck.node.status import event_log as saying
+from flowcheck.node.status.counters import Tally
+from flowcheck.node.status.event_log import MOST, Events, as_text
 
 SECONDS = 120.0  # until a thread must have done something
 
@@ -321,7 +321,7 @@ def test_nobody_waits_for_the_disk_of_the_status_file(capfd, tmp_path, monkeypat
 def test_a_process_ends_although_its_output_hangs(tmp_path) -> None:
     """Neither a pipe that nobody reads nor the lock of an object of Python's keeps it."""
     program = (
-        "from flowcheck.node import saying\n"
+        "from flowcheck.node.status import event_log as saying\n"
         "saying.END_SECONDS = 0.2\n"
         "with saying.Events(False, None) as say:\n"
         "    for number in range(20000): say('lost', why='x' * 100)\n"

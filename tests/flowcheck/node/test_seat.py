@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Member
-from flowcheck.node.registry import HAVE, PLACEMENT
-from flowcheck.node.seat import PATIENCE, Seat
+from flowcheck.node.protect.placement import Decided, Member
+from flowcheck.node.protect.registry import HAVE, PLACEMENT
+from flowcheck.node.protect.registry_member import PATIENCE, Seat
 
 from ..hand_node import until
 from .registry_scene import etcd_server
@@ -227,7 +227,7 @@ AWAY = 10.0  # seconds: longer than a lease, and several graces
 @pytest.mark.slow
 def test_etcd_is_killed_paused_and_split(tmp_path: Path) -> None:
     """Three nodes of etcd. Whatever happens to them, the placement stays, and seats say so once."""
-    from flowcheck.node.etcd import Etcd
+    from flowcheck.node.protect.registry_etcd import Etcd
 
     with etcd_server(tmp_path / "etcd", 3) as server:
         said: dict[str, list[tuple[str, dict[str, Any]]]] = {name: [] for name in "abcd"}

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Have, Member, Parity, Recovery
-from flowcheck.node.registry import Shared
-from flowcheck.node.seat import Seat, _fits, _shared
+from flowcheck.node.protect.placement import Decided, Have, Member, Parity, Recovery
+from flowcheck.node.protect.registry import Shared
+from flowcheck.node.protect.registry_member import Seat, _fits, _shared
 
 Of = Callable[..., Seat]
 

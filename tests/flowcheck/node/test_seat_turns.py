@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Member, Parity, Recovery
-from flowcheck.node.registry import HAVE, MEMBERS, PLACEMENT, ROOT, RegistryError, Shared
-from flowcheck.node.seat import PATIENCE, Seat
+from flowcheck.node.protect.placement import Decided, Member, Parity, Recovery
+from flowcheck.node.protect.registry import HAVE, MEMBERS, PLACEMENT, ROOT, RegistryError, Shared
+from flowcheck.node.protect.registry_member import PATIENCE, Seat
 
 GRACE = 10.0
 NOTHING = '{"epoch": 0, "copies": []}'

@@ -23,10 +23,10 @@ from starlette.routing import Route
 from uvicorn.server import ServerState
 
 from flowcheck.control.tls import client_context, server_context
-from flowcheck.node import sending
-from flowcheck.node.answering import serve, server_of
+from flowcheck.node.api import sending
+from flowcheck.node.api.sending import NAME, FromMemory, Offering
+from flowcheck.node.api.worker import serve, server_of
 from flowcheck.node.doors.http_door import Limits
-from flowcheck.node.sending import NAME, FromMemory, Offering
 
 from ..certificates import issue
 

@@ -21,10 +21,10 @@ import torch
 
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node import serving
-from flowcheck.node.board import Board
+from flowcheck.node.api import supervisor as serving
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.serving import Serving
+from flowcheck.node.status.board import Board
 from flowcheck.trainer.recovery import recover
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
@@ -207,7 +207,7 @@ def test_what_the_process_is_given(config: Callable[..., NodeConfig], shm: Path,
 
 
 def test_a_process_whose_node_ended_at_once() -> None:
-    done = subprocess.run([sys.executable, "-P", "-m", "flowcheck.node.answering"], input=b"", timeout=LONGEST)
+    done = subprocess.run([sys.executable, "-P", "-m", "flowcheck.node.api.worker"], input=b"", timeout=LONGEST)
     assert done.returncode == 0
 
 

@@ -19,9 +19,9 @@ import pytest
 from flowcheck.control.ask import reader_key
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import serving
+from flowcheck.node.api import supervisor as serving
+from flowcheck.node.api.supervisor import AGAIN_SECONDS, END_SECONDS, Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.serving import AGAIN_SECONDS, END_SECONDS, Serving
 
 from .pipes import Pipes
 
@@ -96,7 +96,7 @@ def test_how_it_is_started(scene: Scene, board: int) -> None:
     """A session of its own, because Ctrl-C is for the node; the socket, and the board where there is one."""
     node = scene.begin(board=board)
     [(command, given)] = scene.commands
-    assert command == [sys.executable, "-P", "-m", "flowcheck.node.answering"]
+    assert command == [sys.executable, "-P", "-m", "flowcheck.node.api.worker"]
     descriptor = node._socket.fileno()
     assert given == {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True,
                      "pass_fds": [descriptor] if board < 0 else [descriptor, board]}

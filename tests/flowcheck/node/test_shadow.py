@@ -19,12 +19,12 @@ from flowcheck.control.ask import Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig, load
-from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf, Withheld
-from flowcheck.node.replica_files import ReplicaFiles
-from flowcheck.node.serving import Serving
-from flowcheck.node.shadow import Shadow, withheld
-from flowcheck.node.store_shelf import StoreShelf
+from flowcheck.node.store.shelf import StoreShelf
+from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf, Shelf, Withheld
+from flowcheck.node.versions.replica_files import ReplicaFiles
+from flowcheck.node.versions.shadow import Shadow, withheld
 from flowcheck.rebuild.events import Closed, Lost
 from flowcheck.trainer.recovery import recover
 from updater.layout import Layout

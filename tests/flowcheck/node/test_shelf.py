@@ -12,7 +12,7 @@ import pytest
 
 from flowcheck.control.protocol import RANGES_TEXT, Bytes, Flows, Holes, Limits, Link, RecordsError
 from flowcheck.errors import UserError
-from flowcheck.node.shelf import AT_ONCE, Shelf, serve
+from flowcheck.node.peers.shelf import AT_ONCE, Shelf, serve
 from flowcheck.rebuild.intervals import intervals
 
 PLAN = "a" * 64

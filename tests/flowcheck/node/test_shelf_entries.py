@@ -14,8 +14,8 @@ import torch
 
 from flowcheck.control.protocol import RANGES_TEXT, Bytes, Entry, Flows, Holes, Journal, Limits, RecordsError, Steps
 from flowcheck.control.tensors import TensorSpec, unpack
-from flowcheck.node import shelf as module
-from flowcheck.node.shelf import IDLE_SECONDS, Followed, Shelf, serve
+from flowcheck.node.peers import shelf as module
+from flowcheck.node.peers.shelf import IDLE_SECONDS, Followed, Shelf, serve
 from flowcheck.rebuild.intervals import intervals
 from flowcheck.rebuild.records import StepRecord
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.address import host_and_port
 from flowcheck.control.proof import node_key
-from flowcheck.node.decided import Decided, Have, Member
-from flowcheck.node.registry import HAVE, LEASE_SECONDS, MEMBERS, PLACEMENT, ROOT, Shared
-from flowcheck.node.signing import Signed
+from flowcheck.node.protect.placement import Decided, Have, Member
+from flowcheck.node.protect.registry import HAVE, LEASE_SECONDS, MEMBERS, PLACEMENT, ROOT, Shared
+from flowcheck.node.protect.signing import Signed
 
 OLD, NEW, OTHER = (node_key(text) for text in (b"the nodes' token", b"the one that replaces it", b"another token"))
 KEYS = (MEMBERS + "a", HAVE + "a", ROOT, PLACEMENT)

@@ -8,7 +8,7 @@ import pytest
 
 from flowcheck.job.clock import Clock
 from flowcheck.lab.synth import example_job
-from flowcheck.node.silence import LOOK_SECONDS, SECONDS, Arrivals, Silence, Silent
+from flowcheck.node.ports.silence import LOOK_SECONDS, SECONDS, Arrivals, Silence, Silent
 from flowcheck.rebuild.plan import plan_job
 
 from ..fake_engine import FakeEngine

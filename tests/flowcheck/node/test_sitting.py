@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.node import sitting
+from flowcheck.node.protect import registry_loop as sitting
 
 from .conftest import LONGEST
 

@@ -13,9 +13,9 @@ import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, AskError, Offer
-from flowcheck.node import sitting
-from flowcheck.node.decided import Decided, Member, Recovery, Shard
-from flowcheck.node.sitting import TURN_SECONDS, Persistent
+from flowcheck.node.protect import registry_loop as sitting
+from flowcheck.node.protect.placement import Decided, Member, Recovery, Shard
+from flowcheck.node.protect.registry_loop import TURN_SECONDS, Persistent
 
 from ..hand_node import LONGEST, until
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.node.replica_files import LeftoverReplica
-from flowcheck.node.standing import Standing
+from flowcheck.node.versions.replica_files import LeftoverReplica
+from flowcheck.node.versions.standing import Standing
 
 from .group_scene import small_job
 

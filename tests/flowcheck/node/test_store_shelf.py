@@ -22,11 +22,11 @@ from flowcheck.checkpoint.store import Entry, Lane
 from flowcheck.control.user_state import UserState, pack
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node import store_shelf as module
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.holdings import Gone
-from flowcheck.node.serving import Serving
-from flowcheck.node.store_shelf import StoreShelf
+from flowcheck.node.store import shelf as module
+from flowcheck.node.store.shelf import StoreShelf
+from flowcheck.node.versions.holdings import Gone
 from flowcheck.trainer.recovery import recover
 
 from ..hand_api import TOKEN

@@ -17,9 +17,9 @@ from flowcheck.checkpoint.objects import StoreError, open_store
 from flowcheck.checkpoint.store import Lane
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER
-from flowcheck.node import store_shelf as module
-from flowcheck.node.holdings import Gone
-from flowcheck.node.store_shelf import StoreShelf
+from flowcheck.node.store import shelf as module
+from flowcheck.node.store.shelf import StoreShelf
+from flowcheck.node.versions.holdings import Gone
 
 OPTIMIZER_OF = {"name": "sgd", "groups": [{"params": ["w"], "options": {"lr": 1.0}}]}
 

@@ -17,9 +17,9 @@ import torch
 
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import storing as module
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.storing import Storing
+from flowcheck.node.store import supervisor as module
+from flowcheck.node.store.supervisor import Storing
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -23,10 +23,10 @@ from flowcheck.checkpoint.users import load_user
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import beside
+from flowcheck.node import child as beside
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.storing import Storing, check_store
-from flowcheck.node.user_states import rank_file, user_folder
+from flowcheck.node.store.supervisor import Storing, check_store
+from flowcheck.node.versions.user_states import rank_file, user_folder
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

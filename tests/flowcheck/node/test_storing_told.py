@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import beside, storing
-from flowcheck.node.beside import FIRST_PAUSE
+from flowcheck.node import child as beside
+from flowcheck.node.child import FIRST_PAUSE
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.storing import MODULE, START_SECONDS, Storing, check_store
+from flowcheck.node.store import supervisor as storing
+from flowcheck.node.store.supervisor import MODULE, START_SECONDS, Storing, check_store
 
 from .pipes import Pipes
 
@@ -61,7 +62,7 @@ def test_what_it_is_given(scene: Scene, tmp_path: Path) -> None:
     scene.begin()
     [(module, settings)] = scene.given
     usable = sorted(os.sched_getaffinity(0))
-    assert module == MODULE == "flowcheck.node.persisting" and json.loads(json.dumps(settings)) == settings
+    assert module == MODULE == "flowcheck.node.store.worker" and json.loads(json.dumps(settings)) == settings
     assert settings.pop("store") == scene.config.store.model_dump()  # type: ignore[union-attr]
     assert settings == {"node": "n", "replicas": str(tmp_path), "probe": False,
                         "cores": usable[1:] if len(usable) > 1 else usable, "token_file": "t", "readable_by": "owner"}

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import tally as module
-from flowcheck.node.saying import Events
-from flowcheck.node.tally import BUCKETS, EVENTS, MOST_GROUPS, ROWS, Tally
+from flowcheck.node.status import counters as module
+from flowcheck.node.status.counters import BUCKETS, EVENTS, MOST_GROUPS, ROWS, Tally
+from flowcheck.node.status.event_log import Events
 
 from .told_scene import START, Clock, attached, iteration, tally, times
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import tally as module
-from flowcheck.node.tally import BUCKETS, MOST_TEXT, STAGES, Tally
+from flowcheck.node.status import counters as module
+from flowcheck.node.status.counters import BUCKETS, MOST_TEXT, STAGES, Tally
 
 from .told_scene import START, Clock, attached, iteration, tally, times
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from flowcheck import __version__
-from flowcheck.node import telling as module
-from flowcheck.node.board import ROOM, Glance
-from flowcheck.node.tally import MOST_GROUPS, MOST_NAMES
-from flowcheck.node.telling import LOST, Telling
+from flowcheck.node.status import publisher as module
+from flowcheck.node.status.board import ROOM, Glance
+from flowcheck.node.status.counters import MOST_GROUPS, MOST_NAMES
+from flowcheck.node.status.publisher import LOST, Telling
 
 from .told_scene import START, Clock, attached, iteration
 

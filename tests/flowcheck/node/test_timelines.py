@@ -20,12 +20,12 @@ from flowcheck.control.ask import Offer
 from flowcheck.control.protocol import Epoch, Joined, Manifest, State
 from flowcheck.control.sources import choose
 from flowcheck.control.start import Start, order, start_text
-from flowcheck.node.common import Common
 from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
-from flowcheck.node.holdings import DiskShelf, MemoryShelf
-from flowcheck.node.replica_files import ReplicaFiles
-from flowcheck.node.runs import run_folder
-from flowcheck.node.starts import Coming, Seen, Starts, epoch_for, versions_here
+from flowcheck.node.peers.common_step import Common
+from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf
+from flowcheck.node.versions.replica_files import ReplicaFiles
+from flowcheck.node.versions.runs import run_folder
+from flowcheck.node.versions.starts import Coming, Seen, Starts, epoch_for, versions_here
 from updater.replica import Replica
 
 from .group_scene import Peer, Scene, scenes, small_job

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import told
-from flowcheck.node.api import make_app
-from flowcheck.node.board import Board, Glance
+from flowcheck.node.api import node_routes as told
+from flowcheck.node.api.routes import make_app
+from flowcheck.node.status.board import Board, Glance
 
 from .test_api import KEY, SHOWN, Answer, get
 from .told_scene import attached, document, iteration

@@ -24,10 +24,10 @@ from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, generate, sharded_job
 from flowcheck.node.budget import MachineFacts, budget
 from flowcheck.node.config import Capture, Control, Follow, NodeConfig, Output, ReplicaSettings, load
-from flowcheck.node.holdings import DiskShelf
-from flowcheck.node.live import LiveSession
-from flowcheck.node.moved import Moved
-from flowcheck.node.unattended import SILENT_SECONDS, UNCONFIRMED, Unattended, unattended_jobs
+from flowcheck.node.groups.move_detector import Moved
+from flowcheck.node.groups.session import LiveSession
+from flowcheck.node.groups.unattended import SILENT_SECONDS, UNCONFIRMED, Unattended, unattended_jobs
+from flowcheck.node.versions.holdings import DiskShelf
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
 from ..gathered import expected

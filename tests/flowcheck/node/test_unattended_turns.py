@@ -12,12 +12,12 @@ import torch
 
 from flowcheck.checkpoint.directory import load_parameters
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import unattended
 from flowcheck.node.config import Capture
-from flowcheck.node.live import LiveSession
-from flowcheck.node.moved import Moved
-from flowcheck.node.output import Hashes
-from flowcheck.node.unattended import LOOK_SECONDS, SILENT_SECONDS, UNCONFIRMED, _Set, unattended_jobs
+from flowcheck.node.groups import unattended
+from flowcheck.node.groups.move_detector import Moved
+from flowcheck.node.groups.session import LiveSession
+from flowcheck.node.groups.unattended import LOOK_SECONDS, SILENT_SECONDS, UNCONFIRMED, _Set, unattended_jobs
+from flowcheck.node.versions.output import Hashes
 from flowcheck.rebuild.events import Event, GivenUp
 from flowcheck.rebuild.sharded import Gathered
 

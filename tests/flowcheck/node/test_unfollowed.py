@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowcheck.node.unfollowed import AGAIN, NAMED, REASONS, Unfollowed
+from flowcheck.node.groups.unfollowed import AGAIN, NAMED, REASONS, Unfollowed
 
 
 class Said:

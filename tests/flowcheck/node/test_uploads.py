@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.node.uploads import MOST, OWN, SHARE, SOON, Beginnings, Uploads
+from flowcheck.node.groups.state_requests import MOST, OWN, SHARE, SOON, Beginnings, Uploads
 
 
 class Clock:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flowcheck.control.messages import MOST_RANKS
-from flowcheck.node import user_states
-from flowcheck.node.user_states import UserStates, rank_file, ranks_in, user_folder
+from flowcheck.node.versions import user_states
+from flowcheck.node.versions.user_states import UserStates, rank_file, ranks_in, user_folder
 
 LONGEST = 60.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flowcheck.node.tally import Tally
-from flowcheck.node.wrong import MOST, MOST_TEXT, SECONDS, Wrong
+from flowcheck.node.status.counters import Tally
+from flowcheck.node.status.problems import MOST, MOST_TEXT, SECONDS, Wrong
 
 from .told_scene import START, Clock
 

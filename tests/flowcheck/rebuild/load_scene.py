@@ -10,7 +10,7 @@ import pytest
 import flowcheck.rebuild.follower
 from flowcheck.job.clock import Clock
 from flowcheck.lab.synth import example_job
-from flowcheck.node.live import LiveSession
+from flowcheck.node.groups.session import LiveSession
 from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.records import StepRecord

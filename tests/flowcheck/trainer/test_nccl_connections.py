@@ -13,7 +13,7 @@ import pytest
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
-from flowcheck.node.parts import union
+from flowcheck.node.groups.checks import union
 from flowcheck.trainer.nccl_connections import describe
 from flowcheck.trainer.nccl_log import Log, parse_log
 from flowcheck.trainer.rdma import Gid, KernelQueuePair

@@ -1,0 +1,459 @@
+"""The node's HTTP API: what it holds, as manifests and as safetensors files in ranges. Who does not show a key gets
+nothing but /healthz, and with one what its role may have (`may`).
+
+    GET /healthz                                   200: this process answers
+    GET /openapi.json                              this, described
+    GET /v1/status                                 newest version of each run, shard and tier; also of those that are
+                                                   not offered yet, and why (shadow.py)
+    GET /v1/versions                               every version that can be had at this moment, and those others
+    GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on, but with
+                                                   `?release`, where nobody reads it besides; 503 with how far it
+                                                   is: its hashes are not there yet, and whoever wants it asks again
+    GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
+    GET /v1/versions/{id}/optimizer.safetensors
+    GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
+    GET /v1/pieces                                 for other members of a group with parity: what this node has itself,
+    GET /v1/pieces/{id}/stream.bin                 versions in memory, copies, on disk; streams of parity
+    GET /, /metrics, /v1/node                      how the node itself is: told.py
+
+A browser cannot show a key by itself. It asks the user for name and password (HTTP Basic), and the key is the password.
+
+An ASGI application (Starlette); serving.py runs it. Files are read on one thread for each tier, so a disk that hangs
+holds up the disk's versions alone, and nothing is read faster than it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hmac
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from flowcheck import __version__
+from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
+from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, Offer
+from flowcheck.control.ask import OWN as OF_ITS_OWN
+from flowcheck.control.messages import MOST_RANKS
+from flowcheck.control.proof import PROOF, SCHEME, Questions, answered, place_of, voucher
+from flowcheck.control.start import ranks
+from flowcheck.control.version import MODEL, OPTIMIZER
+from flowcheck.errors import FlowcheckError, said_of
+from flowcheck.node.allocator import give_back
+from flowcheck.node.api.description import describe
+from flowcheck.node.api.node_routes import PAGE, PATHS, Told
+from flowcheck.node.api.sending import FromMemory
+from flowcheck.node.doors.http_door import Visitor
+from flowcheck.node.protect.parity_shelf import ROW, StreamShelf
+from flowcheck.node.status.board import Glance
+from flowcheck.node.tokens import HTTP_ROLES, PEER, peers_of
+from flowcheck.node.versions.divergences import Notices
+from flowcheck.node.versions.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
+
+__all__ = ["OPEN", "make_app", "may"]
+
+PIECE = 4 << 20  # bytes, between two looks whether the version is still held; copied for that, but from memory
+LOOK_SECONDS = 5.0  # that a tier may take to list what it has
+EXPIRE_SECONDS = 1.0
+TIDY_SECONDS = 60.0
+HASH_SECONDS = 0.5  # that a question waits for hashes: less than anybody waits for a byte
+VERSIONS = "/v1/versions"
+OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
+Keys = Mapping[str, Collection[str]]
+Said = dict[str, Any]  # of a version: the fields of control.ask.Offer
+OPEN = "/healthz"  # the one path that needs no key
+ALWAYS = (OPEN, "/metrics")  # answered however many readers there are
+_CLOSE = {"Connection": "close"}  # who has shown no key gets one answer for one connection
+_PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", charset="UTF-8"'
+
+
+def make_app(
+    shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys], glance: Glance | None = None,
+    streams: StreamShelf | None = None, notices: Notices | None = None, names: Collection[str] = (),
+) -> ASGIApp:
+    """shelves: by tier. keys: those that are accepted now, each with the roles that show it, or PEER alone: those are
+    proven; one text is of all. glance: at what the node tells of itself. streams: of parity, if it keeps any.
+    notices: of what has diverged. names: what other nodes may call this one besides its addresses."""
+    now = _now(keys)
+    return _Guard(_Api(shelves, glance, streams, notices, lambda: peers_of(now())).app, now, names)
+
+
+def _now(keys: str | Callable[[], Keys]) -> Callable[[], Keys]:
+    one: Keys = {keys: HTTP_ROLES} if isinstance(keys, str) else {}
+    return (lambda: one) if isinstance(keys, str) else keys
+
+
+def may(path: str) -> Collection[str]:
+    """Roles that a path is for. Whatever is not named here is the operator's: a new route is in nobody else's hands."""
+    if path == VERSIONS or path.startswith(f"{VERSIONS}/"):
+        return ("trainer", "reader", PEER)
+    if path == PIECES or path.startswith(f"{PIECES}/"):
+        return ("reader", PEER)
+    if path in PATHS:
+        return ("reader", "operator")
+    return HTTP_ROLES if path in ("/v1/status", "/openapi.json") else ("operator",)
+
+
+class _Guard:
+    """Lets nobody in who does not show a key of a role that may, whatever he asks for."""
+
+    def __init__(self, app: ASGIApp, keys: str | Callable[[], Keys], names: Collection[str] = ()) -> None:
+        self._app, self._keys = app, _now(keys)
+        self._questions = Questions(names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != OPEN:
+            why, roles = "the key is missing or wrong", self._roles(scope["headers"])
+            if not roles and (proof := _proof(scope["headers"])):
+                proven = self._proven(scope, proof)
+                if isinstance(proven, str):
+                    why = proven
+                else:
+                    roles, send = {PEER}, _signed(send, *proven)
+            if not roles:
+                asked = _PASSWORD if scope["path"] == PAGE else "Bearer"
+                if peers_of(self._keys()):
+                    asked = f"{asked}, {self._questions.challenge()}"
+                refused = JSONResponse({"why": why}, 401, {"WWW-Authenticate": asked} | _CLOSE)
+            elif roles.isdisjoint(allowed := may(scope["path"])):
+                shown = [role for role in allowed if role != PEER]
+                refused = JSONResponse({"why": f"this is for {' or '.join(shown)}, the key is of"
+                                               f" {' and '.join(sorted(roles))}"}, 403)
+            elif (visitor := Visitor.of(scope)) is not None and not visitor.known(scope["path"] in ALWAYS):
+                refused = JSONResponse({"why": "as many readers as may be are being answered", "full": True}, 503,
+                                       {"Retry-After": "1"} | _CLOSE)
+            else:
+                await self._app(scope, receive, send)
+                return
+            await refused(scope, receive, send)
+            return
+        await self._app(scope, receive, _closing(send) if scope["type"] == "http" else send)
+
+    def _proven(self, scope: Scope, shown: str) -> tuple[bytes, str] | str:
+        """The key that was proven and the mac of the question; text: why none was."""
+        keys = peers_of(self._keys())
+        path, query = bytes(scope.get("raw_path") or scope["path"].encode()), bytes(scope["query_string"])
+        target = (path + (b"?" + query if query else b"")).decode("latin-1")
+        span = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"range"), "")
+        return self._questions.check(shown, keys, scope["method"], target, span, place_of(scope.get("server")))
+
+    def _roles(self, headers: Iterable[tuple[bytes, bytes]]) -> set[str]:
+        given = [value for name, value in headers if name == b"authorization"]
+        roles: set[str] = set()
+        if len(given) == 1:
+            shown = _key(given[0])
+            for key, names in self._keys().items():  # all of them, so that it takes as long whichever it is
+                if hmac.compare_digest(shown, key.encode()):
+                    roles.update(set(names) - {PEER})
+        return roles
+
+
+def _key(shown: bytes) -> bytes:
+    """The key that an Authorization header shows, b"": none."""
+    how, _, given = shown.partition(b" ")
+    if how == b"Bearer":
+        return given
+    try:
+        return base64.b64decode(given, validate=True).partition(b":")[2] if how == b"Basic" else b""
+    except ValueError:
+        return b""
+
+
+def _proof(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """An Authorization header that proves a key, "": there is none."""
+    given = [value for name, value in headers if name == b"authorization"]
+    return given[0].decode("latin-1") if len(given) == 1 and given[0].startswith(SCHEME.encode()) else ""
+
+
+def _closing(send: Send) -> Send:
+    """The same, of an answer that needs no key, whatever it is: the connection ends with it."""
+    async def out(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message["headers"], (b"connection", b"close")]
+        await send(message)
+
+    return out
+
+
+def _signed(send: Send, key: bytes, mac: str) -> Send:
+    """The same, with the proof of an answer whose whole body is there when it begins. A file's bytes have hashes in a
+    manifest, and go past this one (sending.py)."""
+    held: Message | None = None
+
+    async def out(message: Message) -> None:
+        nonlocal held
+        if message["type"] == "http.response.start" and all(name != b"etag" for name, _ in message["headers"]):
+            held = message
+            return
+        if held is not None:
+            start, held = held, None
+            if not message.get("more_body"):
+                proof = answered(key, mac, start["status"], message.get("body", b""))
+                start["headers"] = [*start["headers"], (PROOF.lower().encode(), proof.encode())]
+            await send(start)
+        await send(message)
+
+    return out
+
+
+class _Api:
+    def __init__(
+        self, shelves: Mapping[str, Shelf], glance: Glance | None = None, streams: StreamShelf | None = None,
+        notices: Notices | None = None,
+        peers: Callable[[], Sequence[bytes]] = list,
+    ) -> None:
+        self._tiers, self._streams, self._notices, self._peers = tuple(shelves), streams, notices, peers
+        self._shelves = {**shelves, **({ROW: streams} if streams is not None else {})}
+        self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in self._shelves}
+        self._looks: dict[str, tuple[float, asyncio.Future[list[Holding]]]] = {}  # by tier: since when one is under way
+        versions = f"{VERSIONS}/{{id}}"
+        self.app = Starlette(
+            routes=[
+                Route(OPEN, self._health),
+                Route("/openapi.json", self._described),
+                Route("/v1/status", self._status),
+                Route(VERSIONS, self._versions),
+                Route(f"{versions}/manifest.json", self._manifest),
+                Route(f"{versions}/{MODEL}", self._file),
+                Route(f"{versions}/{OPTIMIZER}", self._file),
+                Route(f"{versions}/user/{{rank}}", self._user),
+                Route(PIECES, self._pieces),
+                Route(f"{PIECES}/{{id}}/{STREAM}", self._file),
+                *Told(glance).routes,
+            ],
+            exception_handlers={
+                HTTPException: _no_route,
+                Gone: _said(404), Withheld: _said(403), Pressed: _said(503, {"Retry-After": "5"}),
+                FlowcheckError: _said(500), MemoryError: _no_memory,
+            },
+            lifespan=self._lifespan,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        expiring = asyncio.create_task(self._expire())
+        try:
+            yield
+        finally:
+            expiring.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Let everything go, on the threads that have it. May be called twice."""
+        while self._threads:
+            tier, thread = self._threads.popitem()
+            thread.submit(self._shelves[tier].close)
+            thread.shutdown(wait=False)
+
+    async def _expire(self) -> None:
+        under_way: dict[str, Future[None]] = {}
+        now = asyncio.get_running_loop().time
+        tidied = now()
+        while True:
+            await asyncio.sleep(EXPIRE_SECONDS)
+            if now() - tidied >= TIDY_SECONDS:
+                give_back()
+                tidied = now()
+            for tier, shelf in self._shelves.items():
+                if tier not in under_way or under_way[tier].done():  # else its files hang
+                    under_way[tier] = self._threads[tier].submit(shelf.expire)
+
+    async def _on(self, tier: str, call: Callable[..., Any], *given: Any) -> Any:
+        """On the thread that the tier's files belong to."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[tier], call, *given)
+
+    # -- routes --
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"ok": True, "version": __version__})
+
+    async def _described(self, request: Request) -> Response:
+        return JSONResponse(describe(OPEN))
+
+    async def _status(self, request: Request) -> Response:
+        offers, withheld, absent = await self._look()
+        return JSONResponse({"newest": _newest(offers), "withheld": _newest(withheld), "absent": absent})
+
+    async def _versions(self, request: Request) -> Response:
+        offers, withheld, absent = await self._look()
+        diverged = [asdict(one) for one in self._notices.all] if self._notices is not None else []
+        return JSONResponse({
+            "versions": offers, "withheld": withheld, "absent": absent, "statuses": OF_ITS_OWN, "diverged": diverged,
+        })
+
+    async def _pieces(self, request: Request) -> Response:
+        offers, _, absent = await self._look([tier for tier in self._tiers if tier in OWN])
+        streams = await self._on(ROW, self._streams.streams) if self._streams is not None else []
+        return JSONResponse({"versions": offers, "streams": streams, "absent": absent})
+
+    async def _look(self, tiers: Sequence[str] | None = None) -> tuple[list[Said], list[Said], list[str]]:
+        """What can be had, the run and line that live first, of them the newest; what is there and is not offered;
+        tiers that did not say so in time."""
+        shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
+        asked = {tier: self._looked(tier, shelf) for tier, shelf in shelves.items()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
+        absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
+        peers = self._peers()
+        offers = [replace(self._shelves[tier].judged(one.offer), attached=_attached(one, peers))
+                  for tier, task in asked.items() if tier not in absent for one in task.result()]
+        order, rank = list(asked), ranks((offer.run_id, offer.key) for offer in offers)
+        offers.sort(key=lambda offer: order.index(offer.tier))
+        offers.sort(key=lambda offer: rank(offer.run_id, offer.key), reverse=True)
+        whys = [(offer, self._shelves[offer.tier].withheld(offer) or (_unvouched(offer) if peers else ""))
+                for offer in offers]
+        return ([asdict(offer) for offer, why in whys if not why],
+                [asdict(offer) | {"why": why} for offer, why in whys if why], absent)
+
+    def _looked(self, tier: str, shelf: Shelf) -> asyncio.Future[list[Holding]]:
+        """What it says now. One that does not answer is asked no more until it has: questions would pile up."""
+        now = asyncio.get_running_loop().time()
+        began, oldest = self._looks.get(tier, (now, None))
+        if oldest is not None and not oldest.done() and now - began >= LOOK_SECONDS:
+            return oldest
+        task: asyncio.Future[list[Holding]] = asyncio.ensure_future(self._on(tier, shelf.look))
+        if oldest is None or oldest.done():
+            self._looks[tier] = now, task
+        return task
+
+    async def _manifest(self, request: Request) -> Response:
+        tier, held = await self._held(request)
+        coming = await self._on(tier, held.begin)
+        there = await _within(coming, HASH_SECONDS)
+        if there and tier == MEMORY:
+            coming.result()
+            await self._on(tier, held.check)  # hashing takes long
+        hashed, total = held.progress
+        if "release" in request.query_params:
+            await self._on(tier, self._shelves[tier].release, held)
+        if there:
+            return Response(coming.result(), media_type="application/json")
+        why = f"its tensors are being hashed: {hashed} of {total} bytes so far"
+        return JSONResponse({"why": why, "hashed": hashed, "of": total}, 503, {"Retry-After": "1"})
+
+    async def _file(self, request: Request) -> Response:
+        tier, held = await self._held(request)
+        file = request.scope["path"].rpartition("/")[2]
+        size = await self._on(tier, held.size, file)
+        span = span_of(request.headers.get("range"), size)
+        if span is None:
+            return JSONResponse({"why": f"the file has {size} bytes"}, 416, {"Content-Range": f"bytes */{size}"})
+        first, after = span
+        headers = {"Accept-Ranges": "bytes", "Content-Length": str(after - first), "ETag": f'"{held.offer.id}"'}
+        whole = "range" not in request.headers
+        if not whole:
+            headers["Content-Range"] = f"bytes {first}-{after - 1}/{size}"
+        return FromMemory(
+            lambda: self._read(tier, held.offer.id, file, first, after), 200 if whole else 206, headers,
+            "application/octet-stream",
+        )
+
+    async def _user(self, request: Request) -> Response:
+        tier, held = await self._held(request)
+        named = request.path_params["rank"]
+        if not re.fullmatch("[0-9]{1,9}", named):
+            raise Gone("is no rank", where=named[:64])
+        data = await self._on(tier, held.user, min(int(named), MOST_RANKS))
+        return Response(data, media_type="application/octet-stream")
+
+    async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[list[memoryview]]:
+        """Whatever goes wrong here ends the connection before its length is reached, which the reader notices."""
+        while first < after:
+            most = self._shelves[tier].piece or PIECE
+            piece = await self._on(tier, self._piece, tier, id, file, first, min(most, after - first))
+            yield piece
+            first += sum(map(len, piece))
+
+    def _piece(self, tier: str, id: str, file: str, first: int, count: int) -> list[memoryview]:
+        piece = self._shelves[tier].hold(id).views(file, first, count)
+        if not any(map(len, piece)):
+            raise Gone(f"ends at byte {first}", where=file)
+        return piece
+
+    async def _held(self, request: Request) -> tuple[str, Held]:
+        id = request.path_params["id"]
+        tier = next((tier for tier in self._shelves if id.startswith(tier[0])), "")
+        if not tier or (tier == ROW) != request.scope["path"].startswith(PIECES):
+            raise Gone("there is no such version", where=id[:64])
+        return tier, await self._on(tier, self._shelves[tier].hold, id)
+
+
+def _attached(one: Holding, peers: Sequence[bytes]) -> bool:
+    """Does a node that knows the nodes' token vouch for its run and epoch? What is in memory here has come here."""
+    return one.offer.tier == MEMORY or any(hmac.compare_digest(
+        one.attached.encode(), voucher(key, one.offer.run_id, one.offer.epoch).encode()) for key in peers)
+
+
+def _unvouched(offer: Offer) -> str:
+    """Why what was made of another node's version is not offered, "": it is."""
+    if offer.attached or offer.tier not in (COPY, PARITY):
+        return ""
+    return (f"no node of these vouches that trainers have attached with epoch {offer.epoch} of it: it is of an earlier"
+            " release, of a token that was replaced, or of nobody here")
+
+
+def _newest(said: Iterable[Said]) -> list[Said]:
+    """The first of each run, shard and tier."""
+    newest: dict[tuple[str, str, str], Said] = {}
+    for one in said:
+        newest.setdefault((one["run_id"], one["shard"], one["tier"]), one)
+    return list(newest.values())
+
+
+async def _within(coming: Future[bytes], seconds: float) -> bool:
+    """Is it there by then? It goes on if not."""
+    if not coming.done():
+        waited = asyncio.wrap_future(coming)
+        waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
+        await asyncio.wait([waited], timeout=seconds)
+    return coming.done()
+
+
+def _refused(task: asyncio.Future[Any]) -> bool:
+    """A tier that could not say what it has: a store that refuses, or does not answer; a disk that is gone."""
+    return isinstance(task.exception(), FlowcheckError | OSError)
+
+
+def span_of(header: str | None, size: int) -> tuple[int, int] | None:
+    """First byte and the one after the last that a `Range` asks for; None: there is no such part. One range alone."""
+    if header is None:
+        return 0, size
+    named = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())
+    if named is None or not (named[1] or named[2]):
+        return None
+    if not named[1]:  # the last so many
+        first, after = max(0, size - int(named[2])), size
+    else:
+        first, after = int(named[1]), min(size, int(named[2]) + 1) if named[2] else size
+    return (first, after) if first < after else None
+
+
+def _no_route(request: Request, error: Exception) -> Response:
+    """No such path, or none with this method: said as everything else is."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"why": error.detail}, error.status_code, error.headers)
+
+
+def _no_memory(request: Request, error: Exception) -> Response:
+    """The machine's, and it may pass."""
+    return JSONResponse({"why": said_of(error)}, 503, {"Retry-After": "5"})
+
+
+def _said(status: int, headers: Mapping[str, str] | None = None) -> Callable[[Request, Exception], Response]:
+    def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, FlowcheckError)
+        where = f"{error.where}: " if error.where else ""
+        return JSONResponse({"why": f"{where}{error.what}"}, status, headers)
+
+    return answer

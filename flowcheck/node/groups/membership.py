@@ -1,0 +1,118 @@
+"""Which ranks a group has, of which run, and what it tells them: the part of a group that connections call.
+
+    membership.join(run, member, instance)      a rank has said hello: why it may not stay, or ""
+    membership.leave(member)                    its connection has ended
+    membership.absent()                         ranks without which the job cannot be followed, said once a start
+    membership._tell(message)                   to all that are there; those that come later hear what is wanted then
+
+Any thread, behind one lock. Connections never wait for the group.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from flowcheck.control.protocol import Epoch, Manifest, Notice, Wanted
+from flowcheck.control.start import Start
+from flowcheck.node.groups.members import RankSession
+from flowcheck.node.versions.runs import new_run_id
+
+__all__ = ["Membership"]
+
+ABSENT_SECONDS = 10.0  # that a rank may come later than the first one
+LOOK_SECONDS = 1.0
+NOTHING = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+
+
+class Membership:
+    """members: by rank. run: run id, epoch, ranks; None: nobody has come yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.members: dict[int, RankSession] = {}
+        self.run: tuple[str, int, int] | None = None
+        self._start = 0  # counts runs, and starts of the same one
+        self._instances: dict[int, str] = {}  # of this start, by rank
+        self._own_id = ""  # of this start, for a job that says none
+        self._manifest: Manifest | None = None  # of this start
+        self._wanted = NOTHING
+        self._notice = Notice("")
+        self._epoch: Epoch | None = None  # that this start has here, where it is another than it says
+        self._looked, self._first = 0.0, 0.0  # when; and when the first of those that are here had come
+        self._named = 0  # the start whose absent ranks were said
+        self._gone: list[RankSession] = []  # connections that ended; a list, because an inbox may be full
+
+    def join(self, run: tuple[str, int, int], member: RankSession, instance: str = "") -> str:
+        """A rank has said hello. Returns why it may not stay, or "". Says what is wanted, if it may.
+
+        A rank that comes back as another instance is a job that was started again: nothing that the one before has
+        sent, or has on the wire, belongs to it.
+        """
+        with self._lock:
+            if self.run is not None and self.run != run and self.members:
+                return f"run {self.run[0]!r}, epoch {self.run[1]}, {self.run[2]} ranks, is attached here"
+            if member.rank in self.members:
+                return f"rank {member.rank} is attached already"
+            before: list[RankSession] = []
+            if self.run != run or self._instances.get(member.rank, instance) != instance:
+                before = list(self.members.values())
+                self.run, self._manifest, self._instances = run, None, {}
+                self._start += 1
+                self._own_id = new_run_id()
+                self.members.clear()
+                self._wanted, self._epoch = NOTHING, None
+            if not self.members:
+                self._first = time.monotonic()
+            self._instances[member.rank] = instance
+            member.start, member.numbered = self._start, Start.of(instance) is not None
+            self.members[member.rank] = member
+            member.send(self._wanted)
+            if self._notice.why:
+                member.send(self._notice)
+            if self._epoch is not None and member.numbered:
+                member.send(self._epoch)
+        for one in before:
+            one.end("the job was started again")
+        return ""
+
+    def leave(self, member: RankSession) -> None:
+        with self._lock:
+            if self.members.get(member.rank) is member:
+                del self.members[member.rank]
+            self._gone.append(member)
+
+    def leaving(self) -> set[int]:
+        """Ranks that have left, and some of what they had sent is not handled yet."""
+        return {one.rank for one in list(self._gone) if one.start == self._start}
+
+    def absent(self) -> list[int]:
+        """Ranks that have not come ABSENT_SECONDS after the first one, if any; of each start of a job once."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return []
+        self._looked = now
+        with self._lock:
+            if self.run is None or not self.members or self._named == self._start or (
+                    now - self._first < ABSENT_SECONDS):
+                return []
+            found = [rank for rank in range(self.run[2]) if rank not in self.members]
+            if found:
+                self._named = self._start
+            return found
+
+    def _tell(self, message: Any, start: int | None = None) -> None:
+        """start: of which it is; it is not for the members of a later one."""
+        with self._lock:
+            if start not in (None, self._start):
+                return
+            if isinstance(message, Wanted):
+                self._wanted = message
+            elif isinstance(message, Notice):
+                self._notice = message
+            elif isinstance(message, Epoch):
+                self._epoch = message
+            members = [one for one in self.members.values() if one.numbered or not isinstance(message, Epoch)]
+        for member in members:
+            member.send(message)

@@ -1,0 +1,196 @@
+"""One job of a node: a follower that trainers feed, whether it keeps up, and whether its mirror is silent.
+
+    session = LiveSession(plan, sources, clock, ...)
+    for event in session.poll(): ...                           again and again
+    session.record(...), announce(iteration), state(...)       what trainers send, on the same thread
+    session.begin(path, left)                                  they are not asked for a state, but for ranges of it
+
+Everything that it is told or asked returns events; they are to be handled one by one, because versions and arenas are
+as an event says only until the next one is asked for. Iterations are counted as the manifest does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowcheck.control.protocol import Patch, Record
+from flowcheck.job.clock import Clock
+from flowcheck.node.groups.move_detector import Movement
+from flowcheck.node.groups.ranges import Resync
+from flowcheck.node.peers.catch_up import CatchUp
+from flowcheck.node.ports.silence import Arrivals, Silence
+from flowcheck.rebuild.events import Closed, Event, Resumed
+from flowcheck.rebuild.healed import HealedFollower, Peers
+from flowcheck.rebuild.overload import Overload
+from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
+from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
+from updater.errors import UpdaterError
+
+__all__ = ["LiveSession", "wind_up"]
+
+LAST_SECONDS = 2.0  # for an rx thread that is late, on a core that others use
+LAST_LOOKS = 4096  # at what is still placed when an end was asked for
+
+
+class LiveSession(HealedFollower):
+    """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
+    port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
+    resync: asks trainers for what is stale. peers: as of HealedFollower. job_start: ReplicaOptions.start. matches:
+    checksums that have matched in this run before. catching: asks peers before, where that is everything. trainers:
+    False: none attaches, and nothing but parameters that are gathered can be followed (unattended.py)."""
+
+    def __init__(
+        self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
+        record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
+        stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
+        peers: Peers | None = None, job_start: str = "", matches: int = 0, catching: CatchUp | None = None,
+        trainers: bool = True,
+    ) -> None:
+        self.port = port = port or Arrivals()
+        names = port.stream_names(plan.engine.streams)
+        policy = Policy.live(record_seconds) if trainers else Policy.unattended()
+        replica = None if trainers else JobReplica(plan, None)  # which says that there is none
+        super().__init__(plan, sources, names, policy, replica, clock=clock, now=now, stamp=stamp, patched=patched,
+                         peers=peers)
+        self._slots, self._threads, self._resync, self._job_start = slots, threads, resync, job_start
+        self.matches, self._catching = matches, catching
+        self._silence = Silence(plan, self.engine, port, self.clock, now)
+        self.overload = Overload(self.engine, self.scheduler)
+        self._movement = Movement(plan.engine.flows, self.engine, self.scheduler, sources, names, now)
+        for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
+            self.engine.region(arena)[:] = 0
+
+    def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
+        """Keep a step record. Raises UserError where it cannot be believed."""
+        self._silence.over(record.iteration)
+        said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers,
+                          record.sample)
+        return self.keep_record(record.iteration, said, rank)
+
+    def patch(self, rank: int, message: Patch, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A rank's state of elements that it was asked for. Raises UserError if it is not that."""
+        if self._resync is not None:
+            self._resync.take(self, rank, message, tensors)
+
+    def state(
+        self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]] = (), path: Path | None = None,
+    ) -> Iterator[Event]:
+        """Go on from a trainer's state, after what is still under way. groups: hyper-parameters of the step before it.
+        path: a file for the replica. Raises UserError if the state does not fit the job, or is too late."""
+        self.withdraw()
+        yield from self.settle()
+        self.check(iteration)
+        fresh = self._new_replica(path)
+        fresh.start(parameters, state, self.clock.before(iteration), groups)
+        self.start(fresh, iteration)
+
+    def begin(self, path: Callable[[], Path], left: Path | None = None) -> Iterator[Event]:
+        """Go on without a state, by ranges, after what is still under way. path(): a file for a replica, where there is
+        none to go on with. left: that of an earlier process, of this start of the job. Raises UserError: there cannot
+        be a replica."""
+        yield from self.settle()
+        replica, taken_up = self.replica, False
+        if replica is None and left is not None:
+            replica, taken_up = self._taken_up(left), True
+        if replica is None:
+            replica, taken_up = self._new_replica(path()), False
+            replica.start_empty(self.clock.before(0))
+        if taken_up:
+            assert left is not None
+            self.matches = max(self.matches, replica.matches)
+            yield Resumed(left, tuple(replica.steps))
+        # What a peer gave of it and no checksum has confirmed would be forgotten here: then all of it is asked for.
+        yield from self.begin_from(replica, whole=taken_up and not replica.said)
+
+    def _new_replica(self, path: Path | None) -> JobReplica:
+        return JobReplica(self.plan, None, ReplicaOptions(self._slots, path, self._threads, True, self._job_start))
+
+    def _taken_up(self, left: Path) -> JobReplica | None:
+        """None: it is not what this session would have made."""
+        replica = self._new_replica(None)
+        try:
+            replica.take_up(left)
+        except UpdaterError:
+            return None
+        return replica
+
+    def poll(self) -> Iterator[Event]:
+        """One look at the rings, and what may close."""
+        for event in super().poll():
+            if isinstance(event, Closed):
+                self._movement.closed(event)
+            yield event
+        yield from self.keeper.look(self.next)
+        yield from self.overload.look(busy=self._pending is not None)
+        yield from self._movement.look()
+        yield from self._silence.look(self.scheduler.blocked)
+        if self._catching is not None:
+            yield from self._catching.look(self)
+        if self._resync is not None and (self._catching is None or not self._catching.busy):
+            yield from self._resync.look(self)
+
+    def close(self) -> None:
+        if self._catching is not None:
+            self._catching.close()
+        super().close()
+
+    def finish(self) -> Iterator[Event]:
+        """No more traffic: judge what is still open."""
+        yield from super().finish()
+        yield from self.keeper.look(self.next)
+        yield from self.keeper.rest()
+
+    def mark(self) -> list[int]:
+        """Where the rings end now: for `passed`."""
+        return self.scheduler.mark()
+
+    def passed(self, mark: Sequence[int]) -> bool:
+        """Was all that was in the rings then taken, as far as there are arenas for it?"""
+        return self.scheduler.passed(mark)
+
+    @property
+    def owed(self) -> set[int]:
+        """Ranks that were asked for ranges and have not answered."""
+        return self.partial.owing if self.partial is not None else set()
+
+    @property
+    def begun(self) -> range:
+        """Iterations of which packets or records have come, and nothing was said yet."""
+        parts = [part for part in (self.scheduler.open, self.records.after(self.engine.begun)) if part]
+        if self._pending is not None:
+            parts.append(range(number := self._pending[0].verdict.iteration, number + 1))
+        return range(min(part.start for part in parts), max(part.stop for part in parts)) if parts else range(0)
+
+    @property
+    def serves(self) -> int:
+        """The trainer's number of the iteration that made the version which can be read, -1: there is none."""
+        return self.clock.number(self.published) if self.replica is not None and self.replica.serves else -1
+
+
+def wind_up(session: LiveSession, take: Callable[[Iterable[Event]], None]) -> None:
+    """Judge what is there: first what is still at the ports, then what is in the rings, then what is open. take: is
+    given the events. An rx thread that got no time for LAST_SECONDS is not waited for any longer: what it has not taken
+    counts as lost."""
+    empty, end = session.port.empty(), time.monotonic() + LAST_SECONDS
+    while not session.port.emptied(empty) and time.monotonic() < end:
+        take(session.poll())
+        if not session.moved:
+            time.sleep(IDLE_SECONDS)
+    session.hurry()  # arenas that wait for somebody would keep what is in the rings from being taken
+    last = session.mark()
+    for _ in range(LAST_LOOKS):
+        take(session.poll())
+        if not session.moved:
+            if session.passed(last):
+                break
+            time.sleep(IDLE_SECONDS)
+    take(session.finish())

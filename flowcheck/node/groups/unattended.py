@@ -1,0 +1,286 @@
+"""A job of which no trainer attaches, followed by its manifest alone: the parameters that its AllGathers carry.
+
+    for settings, plan in unattended_jobs(config): ...        the manifests of [[follow]], read and checked
+    with closing(Unattended(settings, plan, config, ...)) as one: one.start()
+
+FSDP, ZeRO and distributed optimizers put no reduced gradient on the wire, and none of their trainers is asked for
+anything. What the wire brings is judged as everything is (rebuild/verdict.py). The parameters of an iteration of which
+every clause holds are copied out of its arena and written where a replay writes them, as what they are: parameters
+alone, in the precision of the AllGather, never a version, and nothing that is offered for recovery.
+
+That the manifest is this job's only the traffic says. So nothing is offered before a second iteration has agreed with
+it, as in a replay (offline/session.py); the first one is judged and not written. If a witness disagrees by then, it is
+another job's, and following ends. Iterations are given up, and joined anew, as those of other jobs. No trainer says
+that an iteration is over: a job that pauses and a mirror that brings nothing look the same, and both are `silent`.
+
+One thread drives its session, another one writes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from parser.placers import Placers
+
+from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.clock import Clock
+from flowcheck.job.manifest import load_job
+from flowcheck.job.model import Job
+from flowcheck.node.config import Follow, NodeConfig
+from flowcheck.node.groups.checks import check_gathered, check_memory
+from flowcheck.node.groups.move_detector import Moved
+from flowcheck.node.groups.session import LiveSession, wind_up
+from flowcheck.node.groups.state_requests import Beginnings
+from flowcheck.node.ports.counts import grown
+from flowcheck.node.ports.silence import Arrivals
+from flowcheck.node.status.event_fields import closed_fields, line
+from flowcheck.node.versions.output import Hashes, Writer
+from flowcheck.node.versions.runs import new_run_id, run_folder
+from flowcheck.rebuild.events import Closed, Event
+from flowcheck.rebuild.evidence import edges_with
+from flowcheck.rebuild.plan import JobPlan, plan_job
+from flowcheck.rebuild.rank_confirmation import on_trust
+from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
+from flowcheck.rebuild.sharded import Gathered, ShardedParameters
+from flowcheck.rebuild.verdict import Clause
+
+__all__ = ["Unattended", "unattended_jobs"]
+
+SILENT_SECONDS = 60.0  # without a packet of the job; shorter pauses are evaluations and checkpoints of its own
+LOOK_SECONDS = 1.0
+UNCONFIRMED = "a second complete iteration has to agree with the manifest before parameters are offered"
+
+
+def unattended_jobs(config: NodeConfig) -> list[tuple[Follow, JobPlan]]:
+    """Raises UserError naming the manifest."""
+    streams = sum(capture.queues for capture in config.capture)
+    found = []
+    for settings in config.follow:
+        job = _manifest(settings.manifest)
+        check_gathered(job, str(settings.manifest))
+        job.run_id = job.run_id or new_run_id()
+        plan = plan_job(job, streams=streams, threads=streams, arenas=config.replica.arenas,
+                        patience=config.replica.patience_packets)
+        check_memory(plan, config.replica)
+        found.append((settings, plan))
+    return found
+
+
+def _manifest(path: Path) -> Job:
+    try:
+        return load_job(path)
+    except UserError as error:  # which speaks of the option of a replay
+        remedy = error.remedy.replace("--job", "follow.manifest")
+        raise UserError(error.what, where=error.where, remedy=remedy) from None
+
+
+class _Set:
+    """Gathered parameters as the writer and the file of hashes take a version. Nobody changes them: a pin holds up
+    nothing."""
+
+    refused = 0
+    unproven: Sequence[str] = ()
+    optimizer_state: Mapping[str, Mapping[str, Any]] = {}
+
+    def __init__(self, gathered: Gathered) -> None:
+        self._gathered, self.step = gathered, gathered.step
+
+    @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        return self._gathered.parameters
+
+    @contextmanager
+    def pinned(self) -> Iterator[Self]:
+        yield self
+
+    def write(self, out: Path, unproven: Sequence[str], *_: object) -> Path:
+        """They have no status but `unverified`, no optimizer, and nothing of any rank."""
+        return self._gathered.write(out, unproven)
+
+
+class Unattended:
+    """sources, placers, port, hashes: as of Group. say: events. now: seconds of a clock that never goes back."""
+
+    def __init__(
+        self, settings: Follow, plan: JobPlan, config: NodeConfig, sources: Sequence[Source], placers: Placers,
+        port: Arrivals, say: Callable[..., None], hashes: Hashes | None, now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name, self.plan, self._settings, self._config = settings.group, plan, settings, config
+        self._sources, self._placers, self._port, self._say_all = sources, placers, port, say
+        self._hashes, self._now = hashes, now
+        self._clock = Clock(settings.iteration)
+        self._writer = Writer(self._say_written, config.output.every, now)
+        self._session: LiveSession | None = None
+        self._sets = ShardedParameters(plan, self._clock)
+        self._step = -1  # of the newest parameters that were offered
+        self._confirmed = False  # the traffic is what the manifest describes
+        self._refused = ""  # it is not
+        self._moved = ""  # why the job is to be joined anew
+        self._moves = Beginnings(now)
+        self._told: dict[str, int] = {}  # drops that lines have said
+        self._packets, self._since, self._looked, self._silent = 0, now(), 0.0, False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name=f"flowcheck follow {self.name}")
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Judge what is there, write what is due. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._writer.close()
+
+    def _say(self, event: str, **fields: Any) -> None:
+        self._say_all(event, name=self.name, **fields)
+
+    def _say_written(self, event: str, **fields: Any) -> None:
+        """What the writer says, which names no checkpoint here: that is more than this."""
+        if event == "written":
+            self._say_all("gathered", **fields)
+        else:
+            self._say_all(event, **fields)
+
+    # -- the thread --
+
+    def _main(self) -> None:
+        try:
+            self._begin()
+            while not self._stop.is_set():
+                if not self._turn():
+                    time.sleep(IDLE_SECONDS)
+            if self._session is not None:
+                wind_up(self._session, self._take)
+        except BaseException as error:  # the node has to end, not to go on without this thread
+            self.failure = error
+        finally:
+            self._drop()
+
+    def _begin(self) -> None:
+        """Join the job where it is now."""
+        job, replica = self.plan.job, self._config.replica
+        self._session = LiveSession(
+            self.plan, self._sources, self._clock, slots=replica.slots, threads=0, record_seconds=0.0, port=self._port,
+            now=self._now, trainers=False,
+        )
+        self._session.place_in_threads(self._placers)
+        self._moves.begun()
+        self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
+                  resync="none: parameters alone, by AllGather", manifest=str(self._settings.manifest))
+
+    def _turn(self) -> bool:
+        """One look; did it find anything to do?"""
+        session = self._session
+        if session is None:
+            return False
+        self._take(session.poll())
+        if self._refused:
+            self._drop()
+            self._say("refused", why=f"{self._refused}; nothing of it is offered, and it is not followed any more."
+                      " Correct the manifest, and start the node again")
+            return False
+        if self._moved:
+            self._say("moved", why=f"{self._moved}: was the mirror configured anew? The job is joined anew where it is"
+                      " now")
+            self._moves.lost()
+            self._moved = ""
+            self._drop()
+            self._begin()
+            return True
+        self._look(session)
+        return session.moved
+
+    def _drop(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+    def _look(self, session: LiveSession) -> None:
+        """Does anything come?"""
+        if (now := self._now()) - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        packets = int(session.engine.flows()["packets"].sum())
+        if packets != self._packets:
+            self._packets, self._since = packets, now
+            if self._silent:
+                self._silent = False
+                self._say("heard", why="the mirror brings the job's packets again")
+        elif not self._silent and now - self._since >= SILENT_SECONDS:
+            self._silent = True
+            port = self._port.name or "the port"
+            self._say("silent", why=f"no packet of the job's connections has come to {port} for"
+                      f" {now - self._since:.0f} s: it pauses or has ended, it has made new connections, which need a"
+                      " new manifest, or the mirror brings nothing (flowcheck switch verify)")
+
+    # -- what the session says --
+
+    def _take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Closed():
+                    self._closed(event)
+                case Moved(why):
+                    self._moved = why if self._moves.due() else ""
+                case _:
+                    said = line(event, self._clock.number)
+                    if said is not None:
+                        self._say(said[0], **said[1])
+
+    def _closed(self, closed: Closed) -> None:
+        session, judged = self._session, closed.judged
+        assert session is not None and judged is not None
+        number = self._clock.number(closed.iteration)
+        self._confirm(session, closed)
+        offered = closed.published and self._confirmed and not self._refused
+        why = closed.why
+        if closed.published and not offered:
+            why = [(Clause.SUPPORTED.value, self._refused or UNCONFIRMED)]
+        if offered:
+            self._offer(session, closed, number)
+        status = "parameters" if self._step >= 0 else "waiting"
+        drops = self._port.drops
+        dropped, self._told = grown(self._told, drops), drops
+        closed = replace(closed, published=offered, why=why, status=status)
+        self._say("iteration", **closed_fields(closed, number, dropped, lost=False, matches=0),
+                  parameters=self._step if offered else None)
+
+    def _confirm(self, session: LiveSession, closed: Closed) -> None:
+        """Is it this job's manifest? Asked until it is known."""
+        if self._confirmed or self._refused:
+            return
+        first, disagreements = session.first_iteration, session.engine.disagreements()
+        if any(one["iteration"] <= first + 1 for one in disagreements):
+            assert closed.judged is not None
+            said = [reason for _, reason in closed.judged.verdict.failing]
+            self._refused = "; ".join(["the traffic is not what the manifest describes", *said[:1]])
+        else:
+            self._confirmed = closed.published and closed.iteration > first
+
+    def _offer(self, session: LiveSession, closed: Closed, number: int) -> None:
+        """The parameters of this iteration, if anybody is to have them."""
+        assert closed.judged is not None
+        job, engine, output = self.plan.job, session.engine, self._config.output
+        self._step = self._sets.step_of(closed.iteration)
+        due = self._step % output.every == 0
+        if not due and self._hashes is None:
+            return
+        version = _Set(self._sets.take(closed.iteration, closed.judged.groups))
+        if self._hashes is not None:
+            try:
+                self._hashes.add(number, self.name, version)
+            except FlowcheckError as error:
+                self._say("problem", why=error.message())
+        if due:
+            trust = on_trust(self.plan, edges_with(self.plan, engine, "packets"), engine.cts_tags())
+            out = output.directory / self.name / run_folder(job.run_id, job.epoch)
+            self._writer.write(self.name, version, out, "unverified", None, [*trust, *job.unproven, *closed.unproven])

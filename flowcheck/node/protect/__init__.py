@@ -1,0 +1,1 @@
+"""Copies and parity of other nodes' versions: a process of its own, its journal, and who holds what."""

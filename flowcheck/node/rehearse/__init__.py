@@ -1,0 +1,1 @@
+"""A rehearsal: a loss of nodes gone through before there is one."""
