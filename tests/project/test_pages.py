@@ -73,7 +73,7 @@ def said() -> dict[str, set[str]]:
     """Event -> fields, of every call in flowcheck/node/ that says one, and of those that a session has."""
     found = lines()
     assert {"times", "behind"} <= found.keys()
-    for path in sorted((ROOT / "flowcheck/node").glob("*.py")):
+    for path in sorted((ROOT / "flowcheck/node").rglob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call) or not call.args or not isinstance(call.args[0], ast.Constant):
                 continue

