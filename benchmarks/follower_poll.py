@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 
 from flowcheck.lab.synth import example_job
-from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.version.follower import Follower
+from flowcheck.rebuild.version.policy import Policy
 
 ROUNDS, LOOKS, REFERENCES = 21, 2000, 64
 

@@ -48,11 +48,11 @@ from flowcheck.node.peers.shelf import Followed, Shelf, serve
 from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.journal_loop import Reading
 from flowcheck.node.protect.redo import redo
-from flowcheck.rebuild.evidence import elements_of
-from flowcheck.rebuild.intervals import intervals
+from flowcheck.rebuild.iteration.evidence import elements_of
+from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.records import StepRecord
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
+from flowcheck.rebuild.version.records import StepRecord
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 
 TOKEN = "0123456789abcdef"
 BUCKETS = 8

@@ -81,7 +81,7 @@ class Meta:
     """What a checkpoint says about itself beyond its tensors.
 
     status: how far it is known to be the trainer's (flowcheck/job/version_status.py). unproven: marks of the verdict
-    (see flowcheck.rebuild.verdict); empty if every packet was checked. optimizer: name and groups in the
+    (see flowcheck.rebuild.iteration.verdict); empty if every packet was checked. optimizer: name and groups in the
     job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in. shard: name
     of the group of ranks whose state it is. matches: trainer checksums that had matched when it was made. start and
     attached: as of flowcheck.control.version.Version.

@@ -19,7 +19,7 @@ import torch
 from flowcheck.checkpoint.files import load_file, write_file
 from flowcheck.durable import make_directory, partial_name, reporting
 from flowcheck.job.model import Job
-from flowcheck.rebuild.evidence import BucketCoverage
+from flowcheck.rebuild.iteration.evidence import BucketCoverage
 
 __all__ = ["GradientFiles", "gradients_of", "gradients_path", "read_gradients"]
 

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from parser.machine import Engine
 
 from flowcheck.offline.report import BucketReport, IterationReport
-from flowcheck.rebuild.evidence import element_range, not_mirrored
-from flowcheck.rebuild.intervals import both, intervals, total, without
+from flowcheck.rebuild.iteration.evidence import element_range, not_mirrored
+from flowcheck.rebuild.iteration.intervals import both, intervals, total, without
+from flowcheck.rebuild.iteration.verdict import BucketEvidence, with_causes
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
-from flowcheck.rebuild.verdict import BucketEvidence, with_causes
 
 __all__ = ["with_late"]
 

@@ -31,7 +31,7 @@ from flowcheck.offline.report import Report
 from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.offline.summary import print_summary
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.version.replica import JobReplica
 from flowcheck.tables import screen
 
 __all__ = ["ReplayOptions", "replay", "run"]

@@ -26,9 +26,9 @@ from dataplane.pcapfile import PcapInfo
 from flowcheck.durable import write_atomic
 from flowcheck.errors import InternalError
 from flowcheck.job.model import dtype_size
-from flowcheck.rebuild.evidence import BucketCoverage, packets_by_outcome
+from flowcheck.rebuild.iteration.evidence import BucketCoverage, packets_by_outcome
+from flowcheck.rebuild.iteration.verdict import Verdict
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.verdict import Verdict
 
 __all__ = [
     "SCHEMA", "BroadcastReport", "BucketReport", "CaptureReport", "CheckpointReport", "FlowReport", "IterationReport",

@@ -28,16 +28,16 @@ from flowcheck.offline.offer import Offer
 from flowcheck.offline.report import CheckpointReport, Report, write_report
 from flowcheck.offline.summary import failure, nothing_seen
 from flowcheck.rebuild.calibration import settle, settle_updates
-from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped
-from flowcheck.rebuild.evidence import edges_with
-from flowcheck.rebuild.follower import Follower
+from flowcheck.rebuild.iteration.evidence import edges_with
+from flowcheck.rebuild.iteration.rank_confirmation import on_trust
+from flowcheck.rebuild.iteration.scheduler import Source
+from flowcheck.rebuild.iteration.sharded import ShardedParameters
+from flowcheck.rebuild.iteration.wording import describe_disagreement
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.policy import Policy
-from flowcheck.rebuild.rank_confirmation import on_trust
-from flowcheck.rebuild.replica import JobReplica
-from flowcheck.rebuild.scheduler import Source
-from flowcheck.rebuild.sharded import ShardedParameters
-from flowcheck.rebuild.wording import describe_disagreement
+from flowcheck.rebuild.version.events import Closed, Event, Lost, Read, Skipped
+from flowcheck.rebuild.version.follower import Follower
+from flowcheck.rebuild.version.policy import Policy
+from flowcheck.rebuild.version.replica import JobReplica
 
 __all__ = ["ReplayOptions", "ReplaySession"]
 

@@ -17,9 +17,9 @@ from rich.text import Text
 from flowcheck.diagnose.remedies import remedy_of, worst
 from flowcheck.errors import UserError, size_text
 from flowcheck.offline.report import FlowReport, IterationReport, Report, drops_of
-from flowcheck.rebuild.evidence import edges_with
-from flowcheck.rebuild.follower import Follower
-from flowcheck.rebuild.wording import describe_disagreement, flow_name
+from flowcheck.rebuild.iteration.evidence import edges_with
+from flowcheck.rebuild.iteration.wording import describe_disagreement, flow_name
+from flowcheck.rebuild.version.follower import Follower
 from flowcheck.tables import Column, print_table, width_of
 
 __all__ = ["failure", "nothing_seen", "print_summary"]

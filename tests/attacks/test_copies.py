@@ -5,7 +5,7 @@ from parser.machine import Engine
 
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.rebuild.evidence import bucket_coverage
+from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, opcode, payload, sealed
 

@@ -20,9 +20,9 @@ from dataplane.pcapfile import PcapInfo
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.offline.session import ReplayOptions, ReplaySession
-from flowcheck.rebuild.events import Event
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.version.events import Event
+from flowcheck.rebuild.version.replica import JobReplica
 from tests.flowcheck.fake_engine import FakeEngine
 
 
@@ -79,7 +79,7 @@ def begin_session(
     engine = FakeEngine(plan.engine)
     if weights and plan.parameters:
         engine.cells(None)[:] = True
-    monkeypatch.setattr("flowcheck.rebuild.follower.Engine", lambda config: engine)
+    monkeypatch.setattr("flowcheck.rebuild.version.follower.Engine", lambda config: engine)
     chosen = ReplayOptions([], folder / "job.json", folder / into, **options)
     infos = [info(f"{name}.pcapng") for name in "abcd"[:streams]]
     session = ReplaySession(plan, JobReplica(plan, chosen.init), chosen, infos)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-from flowcheck.rebuild import partial
+from flowcheck.rebuild.version import partial
 
 from ..updater.conftest import shm
 from . import pair

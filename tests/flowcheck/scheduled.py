@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-from flowcheck.rebuild.scheduler import IDLE_SECONDS, ArenaScheduler
+from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, ArenaScheduler
 
 from .fake_engine import FakeEngine, FakeSource, Packet
 

@@ -37,9 +37,10 @@ __all__ = ["shm"]
 PUBLIC = [
     "dataplane.capture", "dataplane.pcapfile", "flowcheck", "flowcheck.checkpoint.directory",
     "flowcheck.checkpoint.replica", "flowcheck.checkpoint.state", "flowcheck.offline.gradients",
-    "flowcheck.rebuild.sharded", "flowcheck.diagnose.inspect", "flowcheck.learning.captures", "flowcheck.job.manifest",
+    "flowcheck.rebuild.iteration.sharded", "flowcheck.diagnose.inspect", "flowcheck.learning.captures",
+    "flowcheck.job.manifest",
     "flowcheck.node.config",
-    "flowcheck.rebuild.replica",
+    "flowcheck.rebuild.version.replica",
     "flowcheck.offline.report", "flowcheck.lab.synth", "switch_configs.schema", "updater.reader", "updater.replica",
 ]
 

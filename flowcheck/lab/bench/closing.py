@@ -16,8 +16,8 @@ from parser.machine import Engine
 
 from flowcheck.lab.bench.feed import MTU, Feed, Window, drain, flows_for
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.rebuild.collector import EvidenceCollector
-from flowcheck.rebuild.verdict import StreamEvidence
+from flowcheck.rebuild.iteration.collector import EvidenceCollector
+from flowcheck.rebuild.iteration.verdict import StreamEvidence
 
 __all__ = ["run"]
 

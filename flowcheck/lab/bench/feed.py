@@ -77,7 +77,7 @@ class Window:
 
 
 class Feed:
-    """A source of one stream (flowcheck.rebuild.scheduler.Source): the laps of one contender, one after the other."""
+    """A source of one stream (flowcheck.rebuild.iteration.scheduler.Source): the laps of one contender, one by one."""
 
     def __init__(self, window: Window) -> None:
         self._window, self.laps = window, 0

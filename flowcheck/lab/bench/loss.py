@@ -17,9 +17,9 @@ from collections import Counter
 
 from flowcheck.lab.bench.feed import MTU, Feed, Window, drain, flows_for
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.rebuild.events import Closed
-from flowcheck.rebuild.healed import HealedFollower
-from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.version.events import Closed
+from flowcheck.rebuild.version.healed import HealedFollower
+from flowcheck.rebuild.version.policy import Policy
 
 __all__ = ["run"]
 

@@ -21,7 +21,7 @@ from parser.machine import Engine
 from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.bench.rows import Row, alternate
 from flowcheck.lab.bench.workload import Traffic, aligned, make
-from flowcheck.rebuild.scheduler import BATCH
+from flowcheck.rebuild.iteration.scheduler import BATCH
 from parser.chunk_layout import Protocol
 
 __all__ = ["run"]

@@ -37,11 +37,11 @@ from flowcheck.lab.bench.feeder import Feeder
 from flowcheck.lab.bench.rows import Row, Setting, alternate, here, on_threads
 from flowcheck.lab.bench.workload import aligned
 from flowcheck.rebuild.calibration import settle
-from flowcheck.rebuild.events import Closed
-from flowcheck.rebuild.follower import Follower
-from flowcheck.rebuild.policy import Policy
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
-from flowcheck.rebuild.scheduler import BATCH, IDLE_SECONDS
+from flowcheck.rebuild.iteration.scheduler import BATCH, IDLE_SECONDS
+from flowcheck.rebuild.version.events import Closed
+from flowcheck.rebuild.version.follower import Follower
+from flowcheck.rebuild.version.policy import Policy
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from updater import tuning
 
 __all__ = ["STAGES", "Pipeline", "run"]
@@ -104,7 +104,7 @@ def _rows(pipeline: Pipeline, optimizer: str, rounds: int, setting: Setting) -> 
 
 class Pipeline:
     """A follower that lasts, fed from two rings: one that an iteration fits into, and one of a node's size. It is
-    its source itself (flowcheck.rebuild.scheduler.Source)."""
+    its source itself (flowcheck.rebuild.iteration.scheduler.Source)."""
 
     error: Exception | None = None
 

@@ -20,7 +20,7 @@ from parser.machine import Engine
 from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.bench.rows import Row, alternate
 from flowcheck.lab.bench.workload import Traffic, make
-from flowcheck.rebuild.scheduler import BATCH, ArenaScheduler
+from flowcheck.rebuild.iteration.scheduler import BATCH, ArenaScheduler
 from parser.chunk_layout import Protocol
 
 __all__ = ["run", "shares"]
@@ -61,7 +61,7 @@ def in_turn(parts: Sequence[NDArray[np.uint32]], batch: int) -> NDArray[np.uint3
 
 @dataclass(frozen=True)
 class _Source:
-    """Of one stream (flowcheck.rebuild.scheduler.Source)."""
+    """Of one stream (flowcheck.rebuild.iteration.scheduler.Source)."""
 
     ring: PacketRing
     error: Exception | None = None

@@ -71,11 +71,11 @@ from flowcheck.node.versions.shadow import Shadow
 from flowcheck.node.versions.standing import Standing
 from flowcheck.node.versions.starts import Coming, versions_here
 from flowcheck.node.versions.user_states import UserStates
-from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
+from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from flowcheck.rebuild.records import RanksDiffer
-from flowcheck.rebuild.replica import JobReplica
-from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
+from flowcheck.rebuild.version.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
+from flowcheck.rebuild.version.records import RanksDiffer
+from flowcheck.rebuild.version.replica import JobReplica
 
 __all__ = ["Group"]
 

@@ -10,7 +10,7 @@ interface or into another queue. Two signs tell that from a loss:
 
     late        LATE iterations in a row lacked nothing, and closed only because their arenas were needed
     standing    for SECONDS nothing could close: one stream waits for an arena, or would but for iterations that are
-                given up meanwhile (rebuild/overload.py), and another one's ring is empty
+                given up meanwhile (rebuild/version/overload.py), and another one's ring is empty
 
 Ranks of a job are never that far apart, and a thread that is slow has packets in its ring. Whoever hears Moved joins
 the job anew, so that nothing waits for the old place any more. Somebody has to find the cable: so it says which
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 from parser.machine import Engine
 
-from flowcheck.rebuild.events import Closed, Event
-from flowcheck.rebuild.scheduler import ArenaScheduler, Source
+from flowcheck.rebuild.iteration.scheduler import ArenaScheduler, Source
+from flowcheck.rebuild.version.events import Closed, Event
 from parser.engine_config import FlowSpec
 
 __all__ = ["LATE", "SECONDS", "Moved", "Movement"]

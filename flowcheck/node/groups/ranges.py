@@ -23,12 +23,12 @@ from flowcheck.control.protocol import Ranges
 from flowcheck.node.config import ReplicaSettings
 from flowcheck.node.groups.checks import split
 from flowcheck.node.groups.members import RankSession
-from flowcheck.rebuild.events import Asked, Event
-from flowcheck.rebuild.partial import Patch
 from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.version.events import Asked, Event
+from flowcheck.rebuild.version.partial import Patch
 
 if TYPE_CHECKING:
-    from flowcheck.rebuild.going_on import PartialFollower
+    from flowcheck.rebuild.version.going_on import PartialFollower
 
 __all__ = ["Resync", "wished"]
 

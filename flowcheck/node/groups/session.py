@@ -24,14 +24,14 @@ from flowcheck.node.groups.move_detector import Movement
 from flowcheck.node.groups.ranges import Resync
 from flowcheck.node.peers.catch_up import CatchUp
 from flowcheck.node.ports.silence import Arrivals, Silence
-from flowcheck.rebuild.events import Closed, Event, Resumed
-from flowcheck.rebuild.healed import HealedFollower, Peers
-from flowcheck.rebuild.overload import Overload
+from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.policy import Policy
-from flowcheck.rebuild.records import StepRecord
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
-from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
+from flowcheck.rebuild.version.events import Closed, Event, Resumed
+from flowcheck.rebuild.version.healed import HealedFollower, Peers
+from flowcheck.rebuild.version.overload import Overload
+from flowcheck.rebuild.version.policy import Policy
+from flowcheck.rebuild.version.records import StepRecord
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from updater.errors import UpdaterError
 
 __all__ = ["LiveSession", "wind_up"]

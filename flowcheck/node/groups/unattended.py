@@ -4,9 +4,9 @@
     with closing(Unattended(settings, plan, config, ...)) as one: one.start()
 
 FSDP, ZeRO and distributed optimizers put no reduced gradient on the wire, and none of their trainers is asked for
-anything. What the wire brings is judged as everything is (rebuild/verdict.py). The parameters of an iteration of which
-every clause holds are copied out of its arena and written where a replay writes them, as what they are: parameters
-alone, in the precision of the AllGather, never a version, and nothing that is offered for recovery.
+anything. What the wire brings is judged as everything is (rebuild/iteration/verdict.py). The parameters of an iteration
+of which every clause holds are copied out of its arena and written where a replay writes them, as what they are:
+parameters alone, in the precision of the AllGather, never a version, and nothing that is offered for recovery.
 
 That the manifest is this job's only the traffic says. So nothing is offered before a second iteration has agreed with
 it, as in a replay (offline/session.py); the first one is judged and not written. If a witness disagrees by then, it is
@@ -43,13 +43,13 @@ from flowcheck.node.ports.silence import Arrivals
 from flowcheck.node.status.event_fields import closed_fields, line
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.node.versions.runs import new_run_id, run_folder
-from flowcheck.rebuild.events import Closed, Event
-from flowcheck.rebuild.evidence import edges_with
+from flowcheck.rebuild.iteration.evidence import edges_with
+from flowcheck.rebuild.iteration.rank_confirmation import on_trust
+from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
+from flowcheck.rebuild.iteration.sharded import Gathered, ShardedParameters
+from flowcheck.rebuild.iteration.verdict import Clause
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from flowcheck.rebuild.rank_confirmation import on_trust
-from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
-from flowcheck.rebuild.sharded import Gathered, ShardedParameters
-from flowcheck.rebuild.verdict import Clause
+from flowcheck.rebuild.version.events import Closed, Event
 
 __all__ = ["Unattended", "unattended_jobs"]
 

@@ -35,11 +35,11 @@ from flowcheck.control.tensors import TensorSpec, memory
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.versions.holdings import files_of
-from flowcheck.rebuild.events import CaughtUp, Event, NotCaughtUp
+from flowcheck.rebuild.version.events import CaughtUp, Event, NotCaughtUp
 from updater.errors import UpdaterError
 
 if TYPE_CHECKING:
-    from flowcheck.rebuild.healed import HealedFollower
+    from flowcheck.rebuild.version.healed import HealedFollower
 
 __all__ = ["QUIET_SECONDS", "CatchUp"]
 

@@ -12,7 +12,8 @@ caller never waits.
 
 What a peer sends is believed to be this: bytes of just this run, epoch and iteration, where the same plan puts them
 (Who.plan stands for all that decides that), inside what was asked for, as many as it says, with the SHA-256 it says. It
-is held against what is here by rebuild/given.py. That it is the trainer's is not known before a checksum has matched.
+is held against what is here by rebuild/iteration/given.py. That it is the trainer's is not known before a checksum has
+matched.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 from flowcheck.control.protocol import RANGES_TEXT, Bytes, Holes, Limits, Link, RecordsError, Refused, Span, greet
 from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError
-from flowcheck.rebuild.given import Answer
+from flowcheck.rebuild.iteration.given import Answer
 
 __all__ = ["DISTRUST", "PAUSE", "Peers", "Who", "checked", "dial"]
 

@@ -28,9 +28,9 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.peers.catch_up import QUIET_SECONDS, CatchUp
 from flowcheck.node.peers.client import Peers, Who
 from flowcheck.node.peers.shelf import Followed, Shelf
-from flowcheck.rebuild.given import Answer
+from flowcheck.rebuild.iteration.given import Answer
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.version.records import StepRecord
 
 __all__ = ["Peering", "WithPeers", "digest_of"]
 

@@ -39,8 +39,8 @@ from flowcheck.control.protocol import (
     Steps,
 )
 from flowcheck.control.tensors import packed, packed_bytes
-from flowcheck.rebuild.intervals import both
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.iteration.intervals import both
+from flowcheck.rebuild.version.records import StepRecord
 
 __all__ = ["Followed", "Shelf", "serve"]
 

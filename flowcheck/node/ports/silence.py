@@ -17,10 +17,10 @@ from parser.machine import Engine
 from flowcheck.diagnose.remedies import remedy_of
 from flowcheck.job.clock import Clock
 from flowcheck.node.ports.counts import grown
-from flowcheck.rebuild.events import Event
-from flowcheck.rebuild.evidence import edges_with, packets_by_outcome
+from flowcheck.rebuild.iteration.evidence import edges_with, packets_by_outcome
+from flowcheck.rebuild.iteration.wording import flow_name
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.wording import flow_name
+from flowcheck.rebuild.version.events import Event
 
 __all__ = ["SECONDS", "Arrivals", "Silence", "Silent"]
 

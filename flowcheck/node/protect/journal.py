@@ -31,7 +31,7 @@ from flowcheck.control.version import Version
 from flowcheck.durable import make_directory, remove_tree, write_atomic
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.version.records import StepRecord
 
 __all__ = ["FOLDER", "JobText", "Journal", "Made"]
 

@@ -4,9 +4,9 @@
     path = redo(base, journal, threads)  that step as a checkpoint directory beside the base, or FlowcheckError
 
 The job is planned from its manifest as the source has planned it, and the same replica applies the same bytes with the
-same values in the same order (rebuild/replica.py, updater/). Equal bits are not taken for granted: every tensor is held
-against the hash that the source has given of that step, and what differs in one is not offered. What ranks gave of
-themselves is not in a journal.
+same values in the same order (rebuild/version/replica.py, updater/). Equal bits are not taken for granted: every
+tensor is held against the hash that the source has given of that step, and what differs in one is not offered. What
+ranks gave of themselves is not in a journal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.peers.peer_set import digest_of
 from flowcheck.node.protect.journal import JobText, Journal
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from updater.errors import UpdaterError
 
 __all__ = ["Reach", "planned", "reach", "redo"]

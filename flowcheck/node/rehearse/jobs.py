@@ -21,11 +21,11 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.ports.captures import PlannedCapture
 from flowcheck.node.ports.port import Port
-from flowcheck.rebuild.events import Closed, Event, GivenUp, Timed
-from flowcheck.rebuild.evidence import edges_with
+from flowcheck.rebuild.iteration.evidence import edges_with
+from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS
+from flowcheck.rebuild.iteration.verdict import ABOUT_GRADIENTS
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.scheduler import IDLE_SECONDS
-from flowcheck.rebuild.verdict import ABOUT_GRADIENTS
+from flowcheck.rebuild.version.events import Closed, Event, GivenUp, Timed
 
 __all__ = ["Followed", "follow"]
 

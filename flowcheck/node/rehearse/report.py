@@ -28,7 +28,7 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.ports.captures import PlannedCapture
 from flowcheck.node.ports.drops import OWN, describe
 from flowcheck.node.rehearse.jobs import Followed
-from flowcheck.rebuild.wording import flow_name
+from flowcheck.rebuild.iteration.wording import flow_name
 from flowcheck.tables import Column, print_table
 from parser.findings import ranks_of
 

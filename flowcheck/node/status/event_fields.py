@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowcheck.rebuild.events import (
+from flowcheck.rebuild.version.events import (
     Asked,
     Begun,
     Behind,

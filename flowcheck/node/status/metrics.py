@@ -20,14 +20,14 @@ from prometheus_client.registry import Collector
 
 from flowcheck.job.version_status import DIVERGED, FOLLOWS, UNVERIFIED, VERIFIED, kind_of
 from flowcheck.node.status.counters import BUCKETS, CONDITIONS, STAGES
-from flowcheck.rebuild.merger import SOURCES
-from flowcheck.rebuild.verdict import Clause
+from flowcheck.rebuild.iteration.merger import SOURCES
+from flowcheck.rebuild.iteration.verdict import Clause
 
 __all__ = ["METRICS", "MISSING", "STATUSES", "Kind", "exposition"]
 
 # Of a group: by the kind of its newest version's status, whichever step that follows.
 STATUSES = ("waiting", UNVERIFIED, FOLLOWS, VERIFIED, "parameters", "lost", DIVERGED, "refused")
-# By which cause elements are missing (flowcheck/rebuild/evidence.py, and iterations that were given up).
+# By which cause elements are missing (flowcheck/rebuild/iteration/evidence.py, and iterations that were given up).
 MISSING = ("disagreed", "not_mirrored", "icrc", "unanchored", "disagreement", "lost", "overload")
 ALERTED = ("problem", "refused", "moved", "job_refused")  # events that alert rules count
 CELL = 8  # bytes

@@ -24,7 +24,7 @@ from flowcheck.node.groups.group import Group
 from flowcheck.node.groups.members import Inbound, RankSession
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.ports.silence import Arrivals
-from flowcheck.rebuild.events import Event
+from flowcheck.rebuild.version.events import Event
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.rebuild.events import Closed
-from flowcheck.rebuild.partial import Partial, Patch
-from flowcheck.rebuild.stale import Range
+from flowcheck.rebuild.version.events import Closed
+from flowcheck.rebuild.version.partial import Partial, Patch
+from flowcheck.rebuild.version.stale import Range
 
 from ..fake_engine import Packet
 from .live_scene import NAMES, Live

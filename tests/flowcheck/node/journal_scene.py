@@ -18,11 +18,11 @@ from flowcheck.lab.synth import example_job
 from flowcheck.node.peers.peer_set import digest_of
 from flowcheck.node.peers.shelf import Followed, Shelf
 from flowcheck.node.protect.journal import JobText, Journal
-from flowcheck.rebuild.evidence import elements_of
-from flowcheck.rebuild.intervals import intervals
+from flowcheck.rebuild.iteration.evidence import elements_of
+from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.records import StepRecord
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
+from flowcheck.rebuild.version.records import StepRecord
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 
 
 def journal_job(count: Sequence[int] = (704, 320), **options: Any) -> Job:

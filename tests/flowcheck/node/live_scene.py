@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-import flowcheck.rebuild.follower
+import flowcheck.rebuild.version.follower
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Record
 from flowcheck.errors import UserError
@@ -28,7 +28,8 @@ from flowcheck.node.groups.ranges import Resync
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.peers.catch_up import CatchUp
 from flowcheck.node.ports.silence import Silent
-from flowcheck.rebuild.events import (
+from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.version.events import (
     Asked,
     Begun,
     CaughtUp,
@@ -42,8 +43,7 @@ from flowcheck.rebuild.events import (
     Resumed,
     Waiting,
 )
-from flowcheck.rebuild.healed import Peers
-from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.version.healed import Peers
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
 from .group_scene import FakePort
@@ -81,7 +81,7 @@ class Live:
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
         self.engine = FakeEngine(plan.engine, self.sources)
-        patch.setattr(flowcheck.rebuild.follower, "Engine", lambda config: self.engine)
+        patch.setattr(flowcheck.rebuild.version.follower, "Engine", lambda config: self.engine)
         self.closed: list[Closed] = []
         self.lost: list[str] = []
         self.waiting: list[tuple[int, str]] = []

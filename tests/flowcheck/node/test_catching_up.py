@@ -19,7 +19,7 @@ from flowcheck.job.model import Job, ModelEntry
 from flowcheck.node.groups.members import RankSession
 from flowcheck.node.peers import catch_up as catching_up
 from flowcheck.node.peers.catch_up import CatchUp
-from flowcheck.rebuild.events import Begun, CaughtUp, Held, NotCaughtUp
+from flowcheck.rebuild.version.events import Begun, CaughtUp, Held, NotCaughtUp
 from updater.reader import Reader
 
 from ..hand_api import KEY, HandApi, HandVersion, seal

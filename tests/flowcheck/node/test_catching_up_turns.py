@@ -17,8 +17,8 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import ModelEntry
 from flowcheck.node.peers import catch_up as catching_up
 from flowcheck.node.peers.catch_up import ASK_SECONDS, DISTRUST, PAUSE, QUIET_SECONDS, RATE, SHARE, CatchUp
-from flowcheck.rebuild.events import CaughtUp, Event, NotCaughtUp
-from flowcheck.rebuild.given import Hearsay
+from flowcheck.rebuild.iteration.given import Hearsay
+from flowcheck.rebuild.version.events import CaughtUp, Event, NotCaughtUp
 from updater.errors import UpdaterError
 
 from .live_scene import small_job

@@ -13,7 +13,7 @@ from flowcheck.control.protocol import Bye, Flows, Manifest, Patch, Progress, Re
 from flowcheck.errors import UserError
 from flowcheck.node.groups import group as of_group
 from flowcheck.node.groups.session import wind_up
-from flowcheck.rebuild.events import Skipped
+from flowcheck.rebuild.version.events import Skipped
 
 from ..hand_node import until
 from .control_scene import entering

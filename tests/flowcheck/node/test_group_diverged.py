@@ -10,7 +10,7 @@ import pytest
 
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.protocol import Manifest, Progress, Wanted
-from flowcheck.rebuild.events import Closed, Lost
+from flowcheck.rebuild.version.events import Closed, Lost
 
 from .group_scene import FakeReplica, Scene, scenes, small_job
 

@@ -19,7 +19,7 @@ from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.state_requests import OWN, Beginnings
 from flowcheck.node.versions.runs import start_of
 from flowcheck.node.versions.user_states import ranks_in, user_folder
-from flowcheck.rebuild.events import CaughtUp, Closed
+from flowcheck.rebuild.version.events import CaughtUp, Closed
 
 from ..hand_node import until
 from .group_scene import FakeReplica, Scene, left_behind, scenes, small_job

@@ -13,7 +13,7 @@ from flowcheck.control.protocol import Flows, Joined, Manifest, Wanted
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.node.groups import state_requests as uploads
-from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Lost, Resumed
+from flowcheck.rebuild.version.events import Begun, CaughtUp, Closed, Lost, Resumed
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

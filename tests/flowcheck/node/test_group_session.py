@@ -20,7 +20,7 @@ from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.state_requests import Uploads
 from flowcheck.node.ports.silence import Silent
 from flowcheck.node.versions.user_states import ranks_in, user_folder
-from flowcheck.rebuild.events import Closed, Lost, Waiting
+from flowcheck.rebuild.version.events import Closed, Lost, Waiting
 
 from ..hand_node import until
 from .group_scene import FakeReplica, Scene, left_behind, scenes, small_job

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.protect.journal import JobText, Journal
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.version.records import StepRecord
 
 from ..hand_api import HandVersion
 

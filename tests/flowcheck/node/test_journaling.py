@@ -21,7 +21,7 @@ from flowcheck.node.protect import journal_loop as module
 from flowcheck.node.protect.journal import FOLDER, Journal
 from flowcheck.node.protect.journal_loop import Journaling
 from flowcheck.node.protect.worker import Copier, Rules
-from flowcheck.rebuild.intervals import intervals
+from flowcheck.rebuild.iteration.intervals import intervals
 
 from ..hand_api import TOKEN, HandApi, HandVersion
 from ..hand_node import until

@@ -23,7 +23,7 @@ from flowcheck.node.peers.shelf import Shelf
 from flowcheck.node.protect import journal_loop as module
 from flowcheck.node.protect.journal import JobText, Journal
 from flowcheck.node.protect.journal_loop import Lacking, Reading
-from flowcheck.rebuild.evidence import elements_of
+from flowcheck.rebuild.iteration.evidence import elements_of
 from flowcheck.rebuild.plan import BucketPlace
 
 from .journal_scene import Source, journal_job

@@ -8,8 +8,8 @@ import pytest
 
 from flowcheck.node.status.event_fields import closed_fields, line
 from flowcheck.node.status.event_log import as_text
-from flowcheck.rebuild.deadline import Times
-from flowcheck.rebuild.events import (
+from flowcheck.rebuild.iteration.deadline import Times
+from flowcheck.rebuild.version.events import (
     Asked,
     Begun,
     Behind,

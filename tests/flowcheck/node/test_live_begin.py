@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flowcheck.job.model import Job, ModelEntry
-from flowcheck.rebuild.events import Begun, Held, Patched
+from flowcheck.rebuild.version.events import Begun, Held, Patched
 from updater.reader import Reader
 
 from .holes_scene import HOLE, Scene

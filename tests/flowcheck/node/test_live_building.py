@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.rebuild.evidence import elements_of
+from flowcheck.rebuild.iteration.evidence import elements_of
 from updater.replica import Replica, Slot
 
 from ..fake_engine import Packet

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.rebuild.events import Event, Held, Patched
-from flowcheck.rebuild.partial import Patch, cost_of
+from flowcheck.rebuild.version.events import Event, Held, Patched
+from flowcheck.rebuild.version.partial import Patch, cost_of
 
 from .holes_scene import HOLE, Scene
 from .live_scene import NAMES, Live, alike, small_job

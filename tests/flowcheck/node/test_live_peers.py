@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.rebuild.events import Closed, FromPeers
-from flowcheck.rebuild.given import Answer
-from flowcheck.rebuild.partial import Patch
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.iteration.given import Answer
+from flowcheck.rebuild.version.events import Closed, FromPeers
+from flowcheck.rebuild.version.partial import Patch
+from flowcheck.rebuild.version.records import StepRecord
 from updater.reader import Reader
 
 from ..fake_engine import Packet

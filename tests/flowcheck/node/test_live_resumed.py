@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.rebuild.events import Begun, Held, Patched, Resumed
+from flowcheck.rebuild.version.events import Begun, Held, Patched, Resumed
 from updater.reader import Reader
 
 from .holes_scene import HOLE, Scene

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import flowcheck.rebuild.follower
+import flowcheck.rebuild.version.follower
 from flowcheck.errors import UserError
-from flowcheck.rebuild.events import Closed
-from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.version.events import Closed
+from flowcheck.rebuild.version.replica import JobReplica
 from updater.errors import ReplicaError
 from updater.reader import Reader
 from updater.replica import Replica
@@ -165,7 +165,8 @@ def test_rings_are_drained_while_checksums_are_compared_and_nothing_else_closes(
         assert at.look()
     assert not at.sources[0].packets and at.closed == [] and at.session.serves == 1
     assert at.engine.oldest == 3, "the arena of 2 is free"
-    assert set(gate.asked[1:]) == {0, flowcheck.rebuild.follower.LOOK_SECONDS}, "waits only if there was nothing to do"
+    looks = flowcheck.rebuild.version.follower.LOOK_SECONDS
+    assert set(gate.asked[1:]) == {0, looks}, "waits only if there was nothing to do"
     gate.open = True
     at.poll()
     assert at.ended == [(2, True, []), (3, True, [])] and at.values() == alike(0.0)
@@ -258,7 +259,7 @@ def test_records_more_than_256_ahead_are_not_kept_and_that_is_said_once(live) ->
 
 def test_records_with_buffers_are_kept_as_far_ahead_as_memory_allows(live, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many a rank sends; but for those of iterations that have an arena."""
-    monkeypatch.setattr(flowcheck.rebuild.follower, "RECORDS_BYTES", 1000)
+    monkeypatch.setattr(flowcheck.rebuild.version.follower, "RECORDS_BYTES", 1000)
     at, buffers = live(), {"b": torch.zeros(25)}  # 100 bytes
     at.state(2)
     assert at.record(12, buffers=buffers) == "" and at.waiting == []

@@ -176,7 +176,7 @@ def test_events_with_an_alert_begin_with_zero() -> None:
 
 
 def test_causes_are_those_that_the_evidence_has() -> None:
-    evidence = (ROOT / "flowcheck/rebuild/evidence.py").read_text()
+    evidence = (ROOT / "flowcheck/rebuild/iteration/evidence.py").read_text()
     table = evidence[evidence.index("by_cause = {") :].split("}")[0]
     assert set(re.findall(r'^        "(\w+)":', table, re.MULTILINE)) | {"overload"} == set(MISSING)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flowcheck.node.groups.move_detector import LATE, SECONDS, Moved, Movement
-from flowcheck.rebuild.events import Closed, GivenUp
+from flowcheck.rebuild.version.events import Closed, GivenUp
 from parser.engine_config import FlowSpec
 from parser.flow_table import FLOW
 

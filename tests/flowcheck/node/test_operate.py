@@ -15,7 +15,7 @@ import yaml
 
 from flowcheck.node.status.counters import CONDITIONS, STAGES
 from flowcheck.node.status.metrics import METRICS, STATUSES
-from flowcheck.rebuild.verdict import Clause
+from flowcheck.rebuild.iteration.verdict import Clause
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "flowcheck/node/operate"

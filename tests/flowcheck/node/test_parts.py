@@ -14,7 +14,7 @@ from flowcheck.node.config import ReplicaSettings
 from flowcheck.node.groups.checks import check_gathered, check_job, check_memory, split, union
 from flowcheck.node.ports.counts import grown
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import replica_bytes
+from flowcheck.rebuild.version.replica import replica_bytes
 
 
 def test_only_counts_that_have_grown_are_named() -> None:

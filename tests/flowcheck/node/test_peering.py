@@ -17,7 +17,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.node.config import Capture, Control, NodeConfig, ReplicaSettings
 from flowcheck.node.peers.peer_set import Peering, digest_of
 from flowcheck.node.peers.shelf import Shelf, serve
-from flowcheck.rebuild.intervals import intervals
+from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.plan import JobPlan, plan_job
 
 from .live_scene import small_job

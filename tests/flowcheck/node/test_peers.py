@@ -28,7 +28,7 @@ from flowcheck.control.protocol import (
 from flowcheck.control.tls import Secure, client_context, server_context
 from flowcheck.node.peers import client as module
 from flowcheck.node.peers.client import DISTRUST, PAUSE, Peers, Who, checked, dial
-from flowcheck.rebuild.given import Answer
+from flowcheck.rebuild.iteration.given import Answer
 
 from ..certificates import issue
 

@@ -19,7 +19,7 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.node.protect.journal import JobText, Journal
 from flowcheck.node.protect.redo import Reach, planned, reach, redo
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 
 from .journal_scene import Source, journal_job
 

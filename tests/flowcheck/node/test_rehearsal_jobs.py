@@ -20,9 +20,9 @@ from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.ports.port import Port
 from flowcheck.node.rehearse import jobs as rehearsal_jobs
 from flowcheck.node.rehearse.jobs import MOST_REASONS, Followed, follow
-from flowcheck.rebuild.deadline import Times
-from flowcheck.rebuild.events import GivenUp, Timed
+from flowcheck.rebuild.iteration.deadline import Times
 from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.version.events import GivenUp, Timed
 
 from .conftest import LONGEST
 from .test_port import Opened

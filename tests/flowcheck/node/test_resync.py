@@ -17,8 +17,8 @@ from flowcheck.lab.synth import example_job
 from flowcheck.node.config import ReplicaSettings
 from flowcheck.node.groups.members import RankSession
 from flowcheck.node.groups.ranges import Resync, wished
-from flowcheck.rebuild.events import Asked, Patched
 from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.version.events import Asked, Patched
 
 from .group_scene import Peer
 from .holes_scene import HOLE, Scene

@@ -25,7 +25,7 @@ from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf, Shelf, Withheld
 from flowcheck.node.versions.replica_files import ReplicaFiles
 from flowcheck.node.versions.shadow import Shadow, withheld
-from flowcheck.rebuild.events import Closed, Lost
+from flowcheck.rebuild.version.events import Closed, Lost
 from flowcheck.trainer.recovery import recover
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec

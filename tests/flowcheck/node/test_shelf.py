@@ -13,7 +13,7 @@ import pytest
 from flowcheck.control.protocol import RANGES_TEXT, Bytes, Flows, Holes, Limits, Link, RecordsError
 from flowcheck.errors import UserError
 from flowcheck.node.peers.shelf import AT_ONCE, Shelf, serve
-from flowcheck.rebuild.intervals import intervals
+from flowcheck.rebuild.iteration.intervals import intervals
 
 PLAN = "a" * 64
 REGION = np.arange(800, dtype=np.uint8)

@@ -16,8 +16,8 @@ from flowcheck.control.protocol import RANGES_TEXT, Bytes, Entry, Flows, Holes, 
 from flowcheck.control.tensors import TensorSpec, unpack
 from flowcheck.node.peers import shelf as module
 from flowcheck.node.peers.shelf import IDLE_SECONDS, Followed, Shelf, serve
-from flowcheck.rebuild.intervals import intervals
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.iteration.intervals import intervals
+from flowcheck.rebuild.version.records import StepRecord
 
 PLAN, OTHER = "a" * 64, "b" * 64
 REGION = np.arange(80, dtype=np.uint8)

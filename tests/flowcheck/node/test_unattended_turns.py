@@ -18,8 +18,8 @@ from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.groups.unattended import LOOK_SECONDS, SILENT_SECONDS, UNCONFIRMED, _Set, unattended_jobs
 from flowcheck.node.versions.output import Hashes
-from flowcheck.rebuild.events import Event, GivenUp
-from flowcheck.rebuild.sharded import Gathered
+from flowcheck.rebuild.iteration.sharded import Gathered
+from flowcheck.rebuild.version.events import Event, GivenUp
 
 from ..fake_engine import Packet, whole
 from ..hand_node import LONGEST

@@ -19,7 +19,7 @@ from flowcheck.lab.synth import example_job
 from flowcheck.offline import child
 from flowcheck.offline.gradients import gradients_of
 from flowcheck.offline.result import Missing, result_of
-from flowcheck.rebuild.evidence import BucketCoverage
+from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.plan import BucketPlace
 
 PCAPS = Path(__file__).resolve().parents[3] / "pcaps"

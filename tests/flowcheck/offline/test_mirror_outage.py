@@ -18,7 +18,7 @@ from flowcheck.job.model import Collective, Job, dtype_size
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay
-from flowcheck.rebuild.evidence import BucketCoverage, bucket_coverage
+from flowcheck.rebuild.iteration.evidence import BucketCoverage, bucket_coverage
 from flowcheck.rebuild.plan import plan_job
 from tests.flowcheck.altered import Packet, destination, psn, sealed
 

@@ -24,7 +24,7 @@ from flowcheck.job.manifest import load_job
 from flowcheck.job.model import dtype_size
 from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay
-from flowcheck.rebuild.evidence import bucket_coverage
+from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
 
 pytestmark = pytest.mark.usefixtures("eal")

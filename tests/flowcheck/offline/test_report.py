@@ -22,9 +22,9 @@ from flowcheck.offline.report import (
     write_report,
 )
 from flowcheck.offline.summary import print_summary
-from flowcheck.rebuild.evidence import BucketCoverage
+from flowcheck.rebuild.iteration.evidence import BucketCoverage
+from flowcheck.rebuild.iteration.verdict import Clause, Verdict
 from flowcheck.rebuild.plan import BucketPlace
-from flowcheck.rebuild.verdict import Clause, Verdict
 
 ROOT = Path(__file__).parents[3]
 

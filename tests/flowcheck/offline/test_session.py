@@ -15,7 +15,7 @@ from flowcheck.checkpoint.directory import load_step
 from flowcheck.errors import UserError
 from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.offline.gradients import read_gradients
-from flowcheck.rebuild.events import Lost
+from flowcheck.rebuild.version.events import Lost
 from tests.flowcheck.by_hand import Replayed, begin_session
 
 Begin = Callable[..., Replayed]

@@ -24,7 +24,7 @@ from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.rebuild import calibration
 from flowcheck.rebuild.calibration import DEFAULT, question
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.version.replica import JobReplica
 from parser.chunk_layout import Protocol
 from tests.flowcheck.by_hand import info
 from tests.flowcheck.memory_ring import MemoryRing

@@ -14,7 +14,7 @@ import pytest
 from flowcheck.errors import UserError
 from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.offline.session import ReplayOptions
-from flowcheck.rebuild.wording import flow_name
+from flowcheck.rebuild.iteration.wording import flow_name
 from tests.flowcheck.by_hand import Replayed, begin_session
 
 Begin = Callable[..., Replayed]

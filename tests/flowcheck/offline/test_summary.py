@@ -21,7 +21,7 @@ from flowcheck.offline.report import (
     Report,
 )
 from flowcheck.offline.summary import print_summary
-from flowcheck.rebuild.verdict import Clause, Verdict
+from flowcheck.rebuild.iteration.verdict import Clause, Verdict
 
 
 def text(report: Report, width: int = 100, **terminal: Any) -> str:

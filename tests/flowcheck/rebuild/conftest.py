@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.version.policy import Policy
 
 from .followed import FakeReplica, Followed
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-import flowcheck.rebuild.follower
+import flowcheck.rebuild.version.follower
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
-from flowcheck.rebuild.events import Closed, Event, Lost, Skipped, Waiting
-from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.policy import Policy
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.version.events import Closed, Event, Lost, Skipped, Waiting
+from flowcheck.rebuild.version.follower import Follower
+from flowcheck.rebuild.version.policy import Policy
+from flowcheck.rebuild.version.records import StepRecord
 from updater.errors import ReplicaError
 
 from ..fake_engine import FakeEngine, FakeSource, whole
@@ -107,7 +107,7 @@ class Followed:
         plan = plan_job(self.job, streams=len(sources), arenas=arenas)
         self.engine = FakeEngine(plan.engine, sources)
         self.engine.begins_here = not policy.trainers
-        patch.setattr(flowcheck.rebuild.follower, "Engine", lambda config: self.engine)
+        patch.setattr(flowcheck.rebuild.version.follower, "Engine", lambda config: self.engine)
         self.replica = replica
         names = [f"source {i}" for i in range(len(sources))]
         self.follower = kind(

@@ -9,8 +9,8 @@ import pytest
 
 from flowcheck.job.model import ModelEntry
 from flowcheck.lab.synth import example_job
-from flowcheck.rebuild.going_on import PartialFollower
-from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.version.going_on import PartialFollower
+from flowcheck.rebuild.version.policy import Policy
 from updater.errors import ReplicaError
 
 from ..fake_engine import FakeSource

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-import flowcheck.rebuild.follower
+import flowcheck.rebuild.version.follower
 from flowcheck.job.clock import Clock
 from flowcheck.lab.synth import example_job
 from flowcheck.node.groups.session import LiveSession
-from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.records import StepRecord
+from flowcheck.rebuild.version.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed
+from flowcheck.rebuild.version.records import StepRecord
 
 from ..fake_engine import FakeEngine, FakeSource, Packet
 
@@ -63,7 +63,7 @@ class Loaded:
         self.source.room, self.room = room, room
         self.engine = FakeEngine(plan.engine, [self.source])
         self.engine.begins_here = True
-        patch.setattr(flowcheck.rebuild.follower, "Engine", lambda config: self.engine)
+        patch.setattr(flowcheck.rebuild.version.follower, "Engine", lambda config: self.engine)
         self.now, self.work, self.dropped = 10**18, work, 0
         self.session = LiveSession(
             plan, [self.source], Clock(0), slots=3, threads=0, record_seconds=10.0, now=lambda: self.now / 1e9,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.rebuild.building import AGREED, MOST, Assumption
+from flowcheck.rebuild.version.building import AGREED, MOST, Assumption
 from updater.step import StepValues
 
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from flowcheck.lab.synth import example_job, sharded_job
-from flowcheck.rebuild.collector import EvidenceCollector
-from flowcheck.rebuild.given import Given
+from flowcheck.rebuild.iteration.collector import EvidenceCollector
+from flowcheck.rebuild.iteration.given import Given
+from flowcheck.rebuild.iteration.verdict import BucketEvidence, Clause, Evidence, StreamEvidence
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from flowcheck.rebuild.verdict import BucketEvidence, Clause, Evidence, StreamEvidence
 from parser.nccl import of
 
 from ..fake_engine import FakeEngine

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.rebuild.deadline import MOST, SAMPLES, Times, Trend, iterations_left
+from flowcheck.rebuild.iteration.deadline import MOST, SAMPLES, Times, Trend, iterations_left
 
 WHOLE = {"first": 100, "last": 200, "covered": 210, "record": 250, "applied": 300, "published": 330, "next": 400}
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from flowcheck.lab.synth import example_job, sharded_job
-from flowcheck.rebuild.evidence import bucket_coverage, data_flows, elements_of
+from flowcheck.rebuild.iteration.evidence import bucket_coverage, data_flows, elements_of
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.fake_engine import FakeEngine
 

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import flowcheck.rebuild.follower
+import flowcheck.rebuild.version.follower
 from flowcheck.errors import UserError
 from flowcheck.lab.synth import example_job, sharded_job
-from flowcheck.rebuild import verdict
-from flowcheck.rebuild.events import Closed, Lost, Read, Skipped
-from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.iteration import verdict
+from flowcheck.rebuild.version.events import Closed, Lost, Read, Skipped
+from flowcheck.rebuild.version.policy import Policy
 
 from ..fake_engine import FakeSource, Packet, whole
 from .followed import PARTLY, FakeReplica, Followed, port
@@ -155,7 +155,7 @@ def test_it_rests_only_while_nothing_happens(live, monkeypatch) -> None:
         at.follower.withdraw()
 
     at.when = lambda event: one.end() if isinstance(event, Closed) else None
-    monkeypatch.setattr(flowcheck.rebuild.follower.time, "sleep", sleep)
+    monkeypatch.setattr(flowcheck.rebuild.version.follower.time, "sleep", sleep)
     at.take(at.follower.run())
     assert naps == [(2, 0.0005)] and at.said == ["not 0"]
 

@@ -13,9 +13,9 @@ from flowcheck.checkpoint.directory import load_parameters
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Collective, Job
 from flowcheck.lab.synth import sharded_job
-from flowcheck.rebuild.evidence import BucketCoverage, bucket_coverage
+from flowcheck.rebuild.iteration.evidence import BucketCoverage, bucket_coverage
+from flowcheck.rebuild.iteration.sharded import Gathered, ShardedParameters
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from flowcheck.rebuild.sharded import Gathered, ShardedParameters
 from tests.flowcheck.fake_engine import FakeEngine
 
 

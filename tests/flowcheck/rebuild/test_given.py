@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from flowcheck.lab.synth import example_job
-from flowcheck.rebuild.evidence import bucket_coverage
-from flowcheck.rebuild.given import NOTHING, Answer, Given, Hearsay, open_holes, place, question
-from flowcheck.rebuild.intervals import intervals
+from flowcheck.rebuild.iteration.evidence import bucket_coverage
+from flowcheck.rebuild.iteration.given import NOTHING, Answer, Given, Hearsay, open_holes, place, question
+from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.fake_engine import FakeEngine
 
@@ -83,12 +83,12 @@ def test_a_question_has_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     at = Scene((10, 11), (30, 31), (50, 51))
     whole = at.question()
     assert len(whole) == 3
-    monkeypatch.setattr("flowcheck.rebuild.given.MOST_SPANS", 2)
+    monkeypatch.setattr("flowcheck.rebuild.iteration.given.MOST_SPANS", 2)
     assert at.question() == whole[:2]
-    monkeypatch.setattr("flowcheck.rebuild.given.MOST_SPANS", 3)
-    monkeypatch.setattr("flowcheck.rebuild.given.MOST_BYTES", 17 * 8 + 20)
+    monkeypatch.setattr("flowcheck.rebuild.iteration.given.MOST_SPANS", 3)
+    monkeypatch.setattr("flowcheck.rebuild.iteration.given.MOST_BYTES", 17 * 8 + 20)
     assert at.question() == [whole[0], (whole[1][0], 16)], "whole cells"
-    monkeypatch.setattr("flowcheck.rebuild.given.MOST_BYTES", 17 * 8)
+    monkeypatch.setattr("flowcheck.rebuild.iteration.given.MOST_BYTES", 17 * 8)
     assert at.question() == whole[:1]
 
 

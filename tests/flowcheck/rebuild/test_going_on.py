@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from flowcheck.rebuild.events import Begun, Held, Lost, Patched, Waiting
-from flowcheck.rebuild.follower import NO_ROOM
-from flowcheck.rebuild.going_on import PartialFollower
-from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.version.events import Begun, Held, Lost, Patched, Waiting
+from flowcheck.rebuild.version.follower import NO_ROOM
+from flowcheck.rebuild.version.going_on import PartialFollower
+from flowcheck.rebuild.version.policy import Policy
 from updater.errors import NoFreeSlot
 
 from ..fake_engine import FakeSource, Packet, whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.rebuild.events import Begun
+from flowcheck.rebuild.version.events import Begun
 
 from ..fake_engine import FakeSource, Packet, whole
 from .followed import PARTLY, port

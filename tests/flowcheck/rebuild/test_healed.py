@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowcheck.rebuild.going_on import PartialFollower
-from flowcheck.rebuild.healed import HealedFollower
+from flowcheck.rebuild.version.going_on import PartialFollower
+from flowcheck.rebuild.version.healed import HealedFollower
 
 
 @pytest.fixture

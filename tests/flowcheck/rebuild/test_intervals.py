@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.rebuild.intervals import both, intervals, total, without
+from flowcheck.rebuild.iteration.intervals import both, intervals, total, without
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=8)
 

@@ -12,7 +12,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.version.replica import JobReplica
 
 from ..by_hand import Replayed, begin_session
 from ..fake_engine import FakeEngine

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed
-from flowcheck.rebuild.overload import Overload, is_over, must_give_up
-from flowcheck.rebuild.timekeeper import CALM
+from flowcheck.rebuild.version.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed
+from flowcheck.rebuild.version.overload import Overload, is_over, must_give_up
+from flowcheck.rebuild.version.timekeeper import CALM
 
 from .load_scene import PACKETS, TICK, Loaded
 

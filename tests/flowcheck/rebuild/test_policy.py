@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.version.policy import Policy
 
 
 def test_captures_wait_and_have_an_end_and_nobody_sends_a_record() -> None:

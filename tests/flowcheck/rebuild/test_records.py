@@ -10,7 +10,7 @@ import pytest
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import ModelEntry
-from flowcheck.rebuild.records import StepRecord, StepRecords
+from flowcheck.rebuild.version.records import StepRecord, StepRecords
 
 
 def records(*, buffers: bool) -> StepRecords:

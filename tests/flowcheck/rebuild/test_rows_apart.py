@@ -16,8 +16,8 @@ from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.lab.synth.families import family_of
 from flowcheck.learning.messages import observed_flows
+from flowcheck.rebuild.iteration.rank_confirmation import other_version
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.rank_confirmation import other_version
 from parser.nccl import CTS_ELEMENTS, TABLE, Nccl, span
 from tests.flowcheck.altered import destination, opcode, sealed
 

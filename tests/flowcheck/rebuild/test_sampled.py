@@ -15,8 +15,8 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.model import ModelEntry
 from flowcheck.job.sampling import PERIOD, PICKED, Sampling
 from flowcheck.lab.synth import example_job
-from flowcheck.rebuild.records import StepRecord, StepRecords
-from flowcheck.rebuild.sampled import Sampled
+from flowcheck.rebuild.version.records import StepRecord, StepRecords
+from flowcheck.rebuild.version.sampled import Sampled
 
 from ..sample_oracle import sample_of
 

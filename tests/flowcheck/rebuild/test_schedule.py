@@ -9,7 +9,7 @@ import torch
 
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from updater.errors import OptimizerError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec, pack, packed, unpack

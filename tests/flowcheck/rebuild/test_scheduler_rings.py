@@ -3,7 +3,7 @@
 import pytest
 from parser.machine import NOTHING_SEEN
 
-from flowcheck.rebuild.scheduler import ArenaScheduler
+from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
 
 from ..fake_engine import FakeEngine, FakeSource, Packet
 from ..scheduled import Scheduled, live

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from parser.machine import Engine
 
 from flowcheck.lab.synth import example_job, generate
+from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.scheduler import ArenaScheduler
 
 from ..fake_engine import FakeSource, Packet, whole
 from ..memory_ring import MemoryRing

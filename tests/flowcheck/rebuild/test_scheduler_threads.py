@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from parser.machine import NOTHING_SEEN
 
-from flowcheck.rebuild.holes import Finality
-from flowcheck.rebuild.scheduler import ArenaScheduler
+from flowcheck.rebuild.iteration.holes import Finality
+from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
 
 from ..fake_engine import FakeEngine, FakeSource, Packet
 from ..scheduled import live

@@ -15,9 +15,9 @@ from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, generate
-from flowcheck.rebuild.evidence import bucket_coverage
+from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.version.replica import JobReplica
 from flowcheck.trainer.description import Watch, check_gradients, entries
 from updater.rounding_modes import GRAIN
 

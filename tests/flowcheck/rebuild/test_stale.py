@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-import flowcheck.rebuild.stale
-from flowcheck.rebuild.intervals import intervals
-from flowcheck.rebuild.stale import AGES, SHARE, Range, Stale, by_entry, deal
+import flowcheck.rebuild.version.stale
+from flowcheck.rebuild.iteration.intervals import intervals
+from flowcheck.rebuild.version.stale import AGES, SHARE, Range, Stale, by_entry, deal
 
 SIZES = {"w": 40, "b": 7, "c": 12}
 COST = {"w": 12, "b": 12, "c": 6}
@@ -128,7 +128,7 @@ def test_elements_outside_of_an_entry_are_a_bug() -> None:
 @pytest.mark.parametrize("share", [1, 40, 500, SHARE])
 @pytest.mark.parametrize("shares", [1, 2, 3, 8])
 def test_parts_are_all_of_it_and_about_the_same(monkeypatch: pytest.MonkeyPatch, shares: int, share: int) -> None:
-    monkeypatch.setattr(flowcheck.rebuild.stale, "SHARE", share)
+    monkeypatch.setattr(flowcheck.rebuild.version.stale, "SHARE", share)
     ranges: list[Range] = [("w", 3, 30), ("c", 0, 12), ("b", 2, 1), ("w", 36, 4)]
     dealt = deal(ranges, COST, shares)
     assert sorted(asked([one for part in dealt for one in part])) == sorted(asked(ranges))

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from flowcheck.rebuild.deadline import Times
-from flowcheck.rebuild.events import Behind, OnTime, Timed
-from flowcheck.rebuild.overload import FULL
-from flowcheck.rebuild.timekeeper import CALM, KEPT, Timekeeper
+from flowcheck.rebuild.iteration.deadline import Times
+from flowcheck.rebuild.version.events import Behind, OnTime, Timed
+from flowcheck.rebuild.version.overload import FULL
+from flowcheck.rebuild.version.timekeeper import CALM, KEPT, Timekeeper
 
 
 class Watched:

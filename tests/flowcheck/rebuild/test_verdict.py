@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from flowcheck.rebuild.verdict import BucketEvidence, Clause, Evidence, StreamEvidence, judge
+from flowcheck.rebuild.iteration.verdict import BucketEvidence, Clause, Evidence, StreamEvidence, judge
 
 GOOD = Evidence(
     iteration=3,

@@ -15,10 +15,10 @@ import torch
 
 from flowcheck.job.clock import Clock
 from flowcheck.lab.synth import example_job
-from flowcheck.rebuild.building import Built, VersionBuilder
-from flowcheck.rebuild.evidence import BucketCoverage, elements_of
+from flowcheck.rebuild.iteration.evidence import BucketCoverage, elements_of
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.records import StepRecord, StepRecords
+from flowcheck.rebuild.version.building import Built, VersionBuilder
+from flowcheck.rebuild.version.records import StepRecord, StepRecords
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.step import StepValues
 

@@ -22,15 +22,15 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from flowcheck.rebuild.building import Built
-from flowcheck.rebuild.collector import Judged
-from flowcheck.rebuild.events import Event, FromPeers
-from flowcheck.rebuild.given import NOTHING, Answer, Hearsay, open_holes, place, question
-from flowcheck.rebuild.going_on import PartialFollower
-from flowcheck.rebuild.intervals import intervals, without
-from flowcheck.rebuild.records import StepRecord
-from flowcheck.rebuild.replica import JobReplica
-from flowcheck.rebuild.scheduler import IDLE_SECONDS
+from flowcheck.rebuild.iteration.collector import Judged
+from flowcheck.rebuild.iteration.given import NOTHING, Answer, Hearsay, open_holes, place, question
+from flowcheck.rebuild.iteration.intervals import intervals, without
+from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS
+from flowcheck.rebuild.version.building import Built
+from flowcheck.rebuild.version.events import Event, FromPeers
+from flowcheck.rebuild.version.going_on import PartialFollower
+from flowcheck.rebuild.version.records import StepRecord
+from flowcheck.rebuild.version.replica import JobReplica
 
 __all__ = ["HealedFollower", "Peers"]
 

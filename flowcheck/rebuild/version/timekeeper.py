@@ -19,10 +19,10 @@ from typing import Literal
 
 from parser.machine import Engine
 
-from flowcheck.rebuild.deadline import Times, Trend
-from flowcheck.rebuild.events import Behind, Event, OnTime, Timed
-from flowcheck.rebuild.overload import FULL
-from flowcheck.rebuild.scheduler import ArenaScheduler
+from flowcheck.rebuild.iteration.deadline import Times, Trend
+from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
+from flowcheck.rebuild.version.events import Behind, Event, OnTime, Timed
+from flowcheck.rebuild.version.overload import FULL
 
 __all__ = ["Timekeeper"]
 

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flowcheck.rebuild.building import Built
-from flowcheck.rebuild.collector import Judged
-from flowcheck.rebuild.deadline import Times
-from flowcheck.rebuild.merger import healed
-from flowcheck.rebuild.verdict import Clause
+from flowcheck.rebuild.iteration.collector import Judged
+from flowcheck.rebuild.iteration.deadline import Times
+from flowcheck.rebuild.iteration.merger import healed
+from flowcheck.rebuild.iteration.verdict import Clause
+from flowcheck.rebuild.version.building import Built
 
 __all__ = [
     "Asked", "Begun", "Behind", "CaughtUp", "Closed", "Event", "FromPeers", "GivenUp", "Held", "Lost", "NotCaughtUp",

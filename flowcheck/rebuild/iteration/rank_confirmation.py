@@ -18,8 +18,8 @@ from typing import Any
 
 from parser.lane import messages
 
+from flowcheck.rebuild.iteration.wording import flow_name
 from flowcheck.rebuild.plan import JobPlan, nccl_of
-from flowcheck.rebuild.wording import flow_name
 from parser.nccl import TABLE, CtsElement, span
 from parser.wire import CallPlan, edge_lane
 

@@ -27,7 +27,7 @@ from parser.machine import Engine
 from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
+from flowcheck.rebuild.iteration.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
 from updater.arrays import needed
 from updater.errors import ReplicaError, UpdaterError

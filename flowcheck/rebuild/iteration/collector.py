@@ -5,7 +5,7 @@
     judged = judged.with_checksum("mismatch")       if the trainer's checksum was compared later
     judged = judged.with_stale(0)                   if its version was built from holes, and patched
 
-Reads the engine between runs, on the thread that runs it; decides nothing itself (flowcheck.rebuild.verdict does).
+Reads the engine between runs, on the thread that runs it; decides nothing itself (verdict.py does).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Literal
 import numpy as np
 from parser.machine import Engine
 
-from flowcheck.rebuild.capture_times import CaptureTimes, Found
-from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage, packets_by_outcome
-from flowcheck.rebuild.given import NOTHING, Hearsay
-from flowcheck.rebuild.holes import Finality
-from flowcheck.rebuild.intervals import intervals, total, without
-from flowcheck.rebuild.merger import filled
+from flowcheck.rebuild.iteration.capture_times import CaptureTimes, Found
+from flowcheck.rebuild.iteration.evidence import BucketCoverage, Carried, bucket_coverage, packets_by_outcome
+from flowcheck.rebuild.iteration.given import NOTHING, Hearsay
+from flowcheck.rebuild.iteration.holes import Finality
+from flowcheck.rebuild.iteration.intervals import intervals, total, without
+from flowcheck.rebuild.iteration.merger import filled
+from flowcheck.rebuild.iteration.rank_confirmation import contradiction, other_version
+from flowcheck.rebuild.iteration.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
+from flowcheck.rebuild.iteration.wording import describe_difference, describe_disagreement, flow_name, refusal
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.rank_confirmation import contradiction, other_version
-from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
-from flowcheck.rebuild.wording import describe_difference, describe_disagreement, flow_name, refusal
 from parser.engine_config import Target
 
 __all__ = ["EvidenceCollector", "Judged"]

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from parser.machine import Engine
 
-from flowcheck.rebuild.intervals import both, intervals, total, without
+from flowcheck.rebuild.iteration.intervals import both, intervals, total, without
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 
 __all__ = ["CELL", "NOTHING", "Answer", "Given", "Hearsay", "open_holes", "place", "question"]

@@ -36,11 +36,11 @@ import torch
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job, dtype_size
 from flowcheck.job.sampling import KEYS, state_name
-from flowcheck.rebuild.evidence import BucketCoverage
-from flowcheck.rebuild.intervals import both, intervals, without
+from flowcheck.rebuild.iteration.evidence import BucketCoverage
+from flowcheck.rebuild.iteration.intervals import both, intervals, without
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.replica import JobReplica
-from flowcheck.rebuild.stale import Range, Stale, by_entry, deal
+from flowcheck.rebuild.version.replica import JobReplica
+from flowcheck.rebuild.version.stale import Range, Stale, by_entry, deal
 from updater.errors import UpdaterError
 
 __all__ = ["Partial", "Patch", "cost_of"]

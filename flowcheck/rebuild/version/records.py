@@ -20,7 +20,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.job.sampling import KEYS, Sample, state_name
-from flowcheck.rebuild.sampled import Sampled
+from flowcheck.rebuild.version.sampled import Sampled
 from updater.step import StepValues
 
 __all__ = ["RanksDiffer", "RecordWait", "StepRecord", "StepRecords"]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from flowcheck.rebuild.intervals import intervals, total, without
+from flowcheck.rebuild.iteration.intervals import intervals, total, without
 
 __all__ = ["Range", "Stale", "by_entry", "deal"]
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.rebuild.building import Built
-from flowcheck.rebuild.collector import Judged
-from flowcheck.rebuild.events import Begun, Event, Held, Patched, Waiting
-from flowcheck.rebuild.follower import Follower
-from flowcheck.rebuild.partial import Partial
-from flowcheck.rebuild.records import RecordWait, StepRecord
-from flowcheck.rebuild.replica import JobReplica
-from flowcheck.rebuild.verdict import Clause
+from flowcheck.rebuild.iteration.collector import Judged
+from flowcheck.rebuild.iteration.verdict import Clause
+from flowcheck.rebuild.version.building import Built
+from flowcheck.rebuild.version.events import Begun, Event, Held, Patched, Waiting
+from flowcheck.rebuild.version.follower import Follower
+from flowcheck.rebuild.version.partial import Partial
+from flowcheck.rebuild.version.records import RecordWait, StepRecord
+from flowcheck.rebuild.version.replica import JobReplica
 from updater.errors import UpdaterError
 from updater.replica import Slot
 

@@ -30,11 +30,11 @@ import torch
 from parser.machine import Engine
 
 from flowcheck.job.sampling import Sample
-from flowcheck.rebuild.evidence import BucketCoverage, elements_of
-from flowcheck.rebuild.partial import Partial
+from flowcheck.rebuild.iteration.evidence import BucketCoverage, elements_of
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
-from flowcheck.rebuild.records import StepRecord, StepRecords
-from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.version.partial import Partial
+from flowcheck.rebuild.version.records import StepRecord, StepRecords
+from flowcheck.rebuild.version.replica import JobReplica
 from updater.errors import NoFreeSlot, UpdaterError
 from updater.step import StepValues
 from updater.verify import Comparison

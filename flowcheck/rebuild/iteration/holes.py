@@ -24,7 +24,7 @@ from typing import Literal
 
 from parser.machine import Engine
 
-from flowcheck.rebuild.evidence import Carried, bucket_coverage
+from flowcheck.rebuild.iteration.evidence import Carried, bucket_coverage
 from flowcheck.rebuild.plan import JobPlan
 
 __all__ = ["Finality", "HoleWatch"]

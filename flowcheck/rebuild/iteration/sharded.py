@@ -21,7 +21,7 @@ import torch
 from flowcheck.checkpoint.directory import Meta, write_parameters
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
-from flowcheck.rebuild.evidence import BucketCoverage
+from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.plan import JobPlan
 
 __all__ = ["Gathered", "ShardedParameters"]

@@ -33,7 +33,7 @@ import numpy as np
 from parser.machine import Engine
 
 from flowcheck.job.model import dtype_size
-from flowcheck.rebuild.given import CELL, NOTHING, Given
+from flowcheck.rebuild.iteration.given import CELL, NOTHING, Given
 from flowcheck.rebuild.plan import BucketPlace
 
 __all__ = ["SOURCES", "filled", "healed"]

@@ -26,8 +26,8 @@ import torch
 from parser.lane import messages
 from parser.machine import Engine
 
-from flowcheck.rebuild.given import NOTHING, Given
-from flowcheck.rebuild.intervals import both, intervals, total, without
+from flowcheck.rebuild.iteration.given import NOTHING, Given
+from flowcheck.rebuild.iteration.intervals import both, intervals, total, without
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 from parser.chunk_layout import Protocol
 from parser.engine_config import EdgeSpec, FlowSpec, Phase, Target

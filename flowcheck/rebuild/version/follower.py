@@ -41,18 +41,18 @@ from parser.placers import Placers
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.version_status import DIVERGED, UNVERIFIED, VERIFIED, VersionStatus
-from flowcheck.rebuild.building import Built, VersionBuilder
-from flowcheck.rebuild.capture_times import CaptureTimes
-from flowcheck.rebuild.collector import EvidenceCollector, Judged
-from flowcheck.rebuild.events import Event, Lost, Read, Skipped, Waiting, closed
-from flowcheck.rebuild.holes import Finality, HoleWatch
+from flowcheck.rebuild.iteration.capture_times import CaptureTimes
+from flowcheck.rebuild.iteration.collector import EvidenceCollector, Judged
+from flowcheck.rebuild.iteration.holes import Finality, HoleWatch
+from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, ArenaScheduler, Source
+from flowcheck.rebuild.iteration.verdict import StreamEvidence
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.policy import Policy
-from flowcheck.rebuild.records import RanksDiffer, RecordWait, StepRecord, StepRecords
-from flowcheck.rebuild.replica import JobReplica
-from flowcheck.rebuild.scheduler import IDLE_SECONDS, ArenaScheduler, Source
-from flowcheck.rebuild.timekeeper import Timekeeper
-from flowcheck.rebuild.verdict import StreamEvidence
+from flowcheck.rebuild.version.building import Built, VersionBuilder
+from flowcheck.rebuild.version.events import Event, Lost, Read, Skipped, Waiting, closed
+from flowcheck.rebuild.version.policy import Policy
+from flowcheck.rebuild.version.records import RanksDiffer, RecordWait, StepRecord, StepRecords
+from flowcheck.rebuild.version.replica import JobReplica
+from flowcheck.rebuild.version.timekeeper import Timekeeper
 from updater.errors import UpdaterError
 
 __all__ = ["Follower"]

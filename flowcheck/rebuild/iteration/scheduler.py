@@ -25,7 +25,7 @@ from parser.machine import NOTHING_SEEN, Engine
 from parser.placers import Seat
 
 from flowcheck.errors import UserError
-from flowcheck.rebuild.holes import Finality, HoleWatch
+from flowcheck.rebuild.iteration.holes import Finality, HoleWatch
 
 __all__ = ["IDLE_SECONDS", "ArenaScheduler", "Source", "StreamState"]
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from parser.machine import Engine
 
-from flowcheck.rebuild.events import Event, GivenUp, TakenUp
-from flowcheck.rebuild.scheduler import ArenaScheduler
+from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
+from flowcheck.rebuild.version.events import Event, GivenUp, TakenUp
 
 __all__ = ["EMPTY", "FULL", "LAST", "Overload", "is_over", "must_give_up"]
 

@@ -1,0 +1,1 @@
+"""The version that follows from an iteration: its follower, records, what is built, what is healed."""
