@@ -39,7 +39,7 @@ from flowcheck.control.tensors import memory
 from flowcheck.lab.bench.rows import alternate, quantile
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 from updater.choosing import processor
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

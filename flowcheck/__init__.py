@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from flowcheck.offline.calls import inspect, learn, replay
     from flowcheck.offline.result import Inspection, Iteration, Missing, Result
     from flowcheck.trainer.attachment import Attachment, attach
+    from flowcheck.trainer.describe.parts import Reduced
     from flowcheck.trainer.loop import AttachmentState
-    from flowcheck.trainer.parts import Reduced
-    from flowcheck.trainer.prepare import Prepared, prepare
-    from flowcheck.trainer.recovery import Recovered, recover
+    from flowcheck.trainer.nccl.prepare import Prepared, prepare
+    from flowcheck.trainer.recover.recovery import Recovered, recover
 
 __version__ = "0.1.0"
 
@@ -58,9 +58,9 @@ _HOMES = {
     "flowcheck.offline.result": ("Inspection", "Iteration", "Missing", "Result"),
     "flowcheck.trainer.attachment": ("Attachment", "attach"),
     "flowcheck.trainer.loop": ("AttachmentState",),
-    "flowcheck.trainer.parts": ("Reduced",),
-    "flowcheck.trainer.prepare": ("Prepared", "prepare"),
-    "flowcheck.trainer.recovery": ("Recovered", "recover"),
+    "flowcheck.trainer.describe.parts": ("Reduced",),
+    "flowcheck.trainer.nccl.prepare": ("Prepared", "prepare"),
+    "flowcheck.trainer.recover.recovery": ("Recovered", "recover"),
 }
 
 

@@ -16,7 +16,7 @@ import runpy
 import sys
 from types import ModuleType
 
-from flowcheck.trainer.prepare import prepare
+from flowcheck.trainer.nccl.prepare import prepare
 
 __all__ = ["main"]
 

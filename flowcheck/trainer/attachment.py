@@ -41,16 +41,16 @@ from flowcheck.errors import FlowcheckError, UserError, of_the_machine
 from flowcheck.job.clock import Clock
 from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
-from flowcheck.trainer.description import Model, check_gradients
+from flowcheck.trainer.describe.description import Model, check_gradients
+from flowcheck.trainer.describe.megatron import torch_optimizer
+from flowcheck.trainer.describe.parts import Part
+from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.following import STATES, Following, Over, serve
 from flowcheck.trainer.loop import AttachmentState, Given, Told
-from flowcheck.trainer.megatron import torch_optimizer
-from flowcheck.trainer.parts import Part
+from flowcheck.trainer.nccl.sources import Collectives, Topology
 from flowcheck.trainer.sender import Sender
 from flowcheck.trainer.settings import address_of, context_of, nodes_of, tokens_of
-from flowcheck.trainer.sources import Collectives, Topology
 from flowcheck.trainer.user import Keeper
-from flowcheck.trainer.wrapped import parts_of
 
 __all__ = ["Attachment", "attach"]
 

@@ -29,13 +29,13 @@ from flowcheck.control.protocol import Flows, Manifest, Notice, Ranges, Record, 
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
-from flowcheck.trainer.description import Model, Watch, entries, group_options
+from flowcheck.trainer.describe.description import Model, Watch, entries, group_options
+from flowcheck.trainer.describe.parts import Part, local
 from flowcheck.trainer.loop import AttachmentState
-from flowcheck.trainer.parts import Part, local
+from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.ranges import Source, Wish
 from flowcheck.trainer.sample import Sampler, Taken, states
 from flowcheck.trainer.sender import Identity, Sender
-from flowcheck.trainer.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.starts import started
 from flowcheck.trainer.unchanged import Unchanged, options_of
 

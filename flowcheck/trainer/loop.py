@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
 from flowcheck.trainer.changes import Changes
-from flowcheck.trainer.hearing import clipping_heard, method_heard, registrations_heard, unscaling_heard
+from flowcheck.trainer.describe.hearing import clipping_heard, method_heard, registrations_heard, unscaling_heard
 
 __all__ = ["AttachmentState", "Told"]
 

@@ -24,8 +24,8 @@ import torch
 from flowcheck.control.messages import Patch, Ranges
 from flowcheck.errors import UserError
 from flowcheck.job.form import shown
-from flowcheck.trainer.description import Model
-from flowcheck.trainer.parts import Part, local
+from flowcheck.trainer.describe.description import Model
+from flowcheck.trainer.describe.parts import Part, local
 
 __all__ = ["Copies", "Source", "Wish"]
 

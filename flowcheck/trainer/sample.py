@@ -42,8 +42,8 @@ from flowcheck.job.sampling import (
     salt_of,
     state_name,
 )
-from flowcheck.trainer.description import Model
-from flowcheck.trainer.parts import Part, local
+from flowcheck.trainer.describe.description import Model
+from flowcheck.trainer.describe.parts import Part, local
 from flowcheck.trainer.ranges import BITS, Copies
 
 __all__ = ["AHEAD", "OPERATORS", "Sampler", "Taken", "states"]

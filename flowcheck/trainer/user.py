@@ -21,10 +21,10 @@ import torch
 from flowcheck.control.numbers import plain
 from flowcheck.control.user_state import USER_BYTES, Packer, pack
 from flowcheck.errors import FlowcheckError, UserError
-from flowcheck.trainer.extra import kept
+from flowcheck.trainer.describe.extra import kept
+from flowcheck.trainer.describe.parts import stepped
 from flowcheck.trainer.generators import Generators, restore_rng, rng_state
 from flowcheck.trainer.loop import Given
-from flowcheck.trainer.parts import stepped
 from flowcheck.trainer.unchanged import Unchanged, options_of
 
 __all__ = ["Keeper", "restore_rng", "rng_state"]

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
-from flowcheck.trainer.profiler import LOST, Call, Communicator, Finalized, Plugin, ProxyOperation, parse
-from flowcheck.trainer.profiler_calls import as_collective
+from flowcheck.trainer.nccl.profiler import LOST, Call, Communicator, Finalized, Plugin, ProxyOperation, parse
+from flowcheck.trainer.nccl.profiler_calls import as_collective
 from tests.flowcheck.trainer.nccl_driver import HERE, compile_c
 
 FORMAT = "<QQQQQIiiiiiBBBBi16s16s16s8s"

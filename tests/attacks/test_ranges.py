@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowcheck.control.messages import Ranges
-from flowcheck.trainer.description import entries
+from flowcheck.trainer.describe.description import entries
 from flowcheck.trainer.ranges import Source
 
 from ..flowcheck import pair

@@ -1,4 +1,4 @@
-/* FlowCheck's profiler plugin for NCCL, as flowcheck/trainer/profiler.py sees it (which repeats this layout).
+/* FlowCheck's profiler plugin for NCCL, as flowcheck/trainer/nccl/profiler.py sees it (which repeats this layout).
  *
  * One instance per process: NCCL and the reader open the same file, and the dynamic loader gives both the same memory.
  * Any number of threads of NCCL write, one reader takes. Nothing here waits, and nothing is allocated.

@@ -28,7 +28,7 @@ from flowcheck.node.holder import Holder, check
 from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.placement import Member
 from flowcheck.node.protect.supervisor import check_copies
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

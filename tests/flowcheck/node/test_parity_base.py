@@ -20,7 +20,7 @@ from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.journal_loop import Journaling, bases_of, lane_of
 from flowcheck.node.protect.parity_base import ParityBase
 from flowcheck.node.protect.parity_rounds import Rounds, kept_in
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 
 from ..hand_api import TOKEN, HandApi, HandVersion
 from ..hand_node import until

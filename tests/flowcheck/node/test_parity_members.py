@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 
 from ..hand_node import until
 from .conftest import LONGEST, TOKEN

@@ -26,7 +26,7 @@ from flowcheck.node.protect import parity_shelf as module
 from flowcheck.node.protect.parity_rounds import Rounds, kept_in
 from flowcheck.node.protect.parity_shelf import ParityShelf, StreamShelf
 from flowcheck.node.versions.holdings import Gone, Pressed
-from flowcheck.trainer.recovery import Recovered, recover
+from flowcheck.trainer.recover.recovery import Recovered, recover
 
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion
 from ..hand_node import LONGEST

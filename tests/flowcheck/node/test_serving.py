@@ -25,7 +25,7 @@ from flowcheck.node.api import supervisor as serving
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.status.board import Board
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

@@ -26,7 +26,7 @@ from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf, Shelf, With
 from flowcheck.node.versions.replica_files import ReplicaFiles
 from flowcheck.node.versions.shadow import Shadow, withheld
 from flowcheck.rebuild.version.events import Closed, Lost
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -27,7 +27,7 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.store import shelf as module
 from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.versions.holdings import Gone
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 
 from ..hand_api import TOKEN
 

@@ -18,7 +18,7 @@ from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import JobReplica
-from flowcheck.trainer.description import Watch, check_gradients, entries
+from flowcheck.trainer.describe.description import Watch, check_gradients, entries
 from updater.rounding_modes import GRAIN
 
 from ..fake_engine import FakeEngine

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.agreement import flights_agree, log_agrees
-from flowcheck.trainer.flight_recorder import parse_flights
-from flowcheck.trainer.nccl_log import Log, parse_log
-from flowcheck.trainer.profiler import Call, Communicator, ProxyOperation
-from flowcheck.trainer.profiler_calls import Calls
+from flowcheck.trainer.nccl.agreement import flights_agree, log_agrees
+from flowcheck.trainer.nccl.flight_recorder import parse_flights
+from flowcheck.trainer.nccl.log import Log, parse_log
+from flowcheck.trainer.nccl.profiler import Call, Communicator, ProxyOperation
+from flowcheck.trainer.nccl.profiler_calls import Calls
 
 from .nccl_text import Shape, text
 from .test_flight_recorder import entry, of

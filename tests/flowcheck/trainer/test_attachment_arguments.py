@@ -13,7 +13,7 @@ import flowcheck
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import UserError
 from flowcheck.trainer import following as module
-from flowcheck.trainer.sources import sources_of
+from flowcheck.trainer.nccl.sources import sources_of
 
 from ..hand_node import TOKEN
 from .training import Training

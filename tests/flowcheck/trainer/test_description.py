@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.description import Model, check_gradients, entries, group_options
-from flowcheck.trainer.parts import bucket_layout
-from flowcheck.trainer.wrapped import parts_of
+from flowcheck.trainer.describe.description import Model, check_gradients, entries, group_options
+from flowcheck.trainer.describe.parts import bucket_layout
+from flowcheck.trainer.describe.wrapped import parts_of
 
 from ..pair import leave
 from .described import EveryKind, net, refusal

@@ -11,8 +11,8 @@ import torch
 
 from flowcheck.control.user_state import UserState
 from flowcheck.errors import UserError
-from flowcheck.trainer.extra import extra_of
-from flowcheck.trainer.recovered import Recovered
+from flowcheck.trainer.describe.extra import extra_of
+from flowcheck.trainer.recover.recovered import Recovered
 
 from ..hand_node import until
 from .training import joined, known

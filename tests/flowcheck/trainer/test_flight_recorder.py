@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer import flight_recorder
-from flowcheck.trainer.flight_recorder import BUFFER_VARIABLES, DUMPS, Recorder, parse_flights
+from flowcheck.trainer.nccl import flight_recorder
+from flowcheck.trainer.nccl.flight_recorder import BUFFER_VARIABLES, DUMPS, Recorder, parse_flights
 
 RECORDED = Path(__file__).resolve().parents[2] / "data/texts/flight-recorder-torch-2.13-gloo.json"
 
@@ -58,7 +58,7 @@ import os, sys
 os.environ[{variable!r}] = "50"
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-from flowcheck.trainer.flight_recorder import Recorder
+from flowcheck.trainer.nccl.flight_recorder import Recorder
 recorder = Recorder({dump!r})
 for size in range(1, 61):
     dist.all_reduce(torch.zeros(size, dtype=torch.float16))

@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from flowcheck.trainer.changes import Changes
-from flowcheck.trainer.description import Watch, check_gradients, entries
-from flowcheck.trainer.parts import local
+from flowcheck.trainer.describe.description import Watch, check_gradients, entries
+from flowcheck.trainer.describe.parts import local
+from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.ranges import Source
-from flowcheck.trainer.recovery import Recovered
-from flowcheck.trainer.wrapped import parts_of
+from flowcheck.trainer.recover.recovery import Recovered
 
 from ..pair import join, leave
 from .described import call, refusal

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.nccl_log import LINE_MAX, Hop, Log, LoggedQueuePair, Tree, parse_log, read_log
+from flowcheck.trainer.nccl.log import LINE_MAX, Hop, Log, LoggedQueuePair, Tree, parse_log, read_log
 
 from .nccl_text import FORMATS, VERSIONS, Format, Shape, line, printed, text
 

@@ -12,7 +12,7 @@ import torch
 
 from flowcheck.control.user_state import Refused, UserState, pack
 from flowcheck.errors import UserError
-from flowcheck.trainer.description import Model, group_options
+from flowcheck.trainer.describe.description import Model, group_options
 
 CLASSES = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 FORMS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 import flowcheck
 from flowcheck.errors import UserError
 from flowcheck.trainer import following
-from flowcheck.trainer.description import entries
-from flowcheck.trainer.megatron import torch_optimizer
-from flowcheck.trainer.parts import position
-from flowcheck.trainer.wrapped import MEGATRON, parts_of, refuse_model, refuse_optimizer
+from flowcheck.trainer.describe.description import entries
+from flowcheck.trainer.describe.megatron import torch_optimizer
+from flowcheck.trainer.describe.parts import position
+from flowcheck.trainer.describe.wrapped import MEGATRON, parts_of, refuse_model, refuse_optimizer
 
 from ..hand_node import TOKEN, until
 from ..pair import join, leave

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.parts import Ddp
-from flowcheck.trainer.wrapped import parts_of
+from flowcheck.trainer.describe.parts import Ddp
+from flowcheck.trainer.describe.wrapped import parts_of
 
 from ..hand_node import until
 from .training import Training, connected, joined

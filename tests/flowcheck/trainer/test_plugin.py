@@ -14,8 +14,8 @@ import pytest
 from flowcheck.control import compiled
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.trainer import plugin
+from flowcheck.trainer.nccl.profiler import Plugin
 from flowcheck.trainer.plugin import plugin_path
-from flowcheck.trainer.profiler import Plugin
 
 
 @pytest.fixture

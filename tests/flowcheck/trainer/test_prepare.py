@@ -14,9 +14,9 @@ import pytest
 
 import flowcheck
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.trainer import prepare as module
+from flowcheck.trainer.nccl import prepare as module
+from flowcheck.trainer.nccl.prepare import Prepared, prepared
 from flowcheck.trainer.plugin import plugin_path
-from flowcheck.trainer.prepare import Prepared, prepared
 
 ROOT = Path(__file__).resolve().parents[3]
 DEBUG = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")

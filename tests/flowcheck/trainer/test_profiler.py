@@ -19,9 +19,8 @@ from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.trainer import plugin as installed
-from flowcheck.trainer.description import Watch, entries
-from flowcheck.trainer.plugin import plugin_path
-from flowcheck.trainer.profiler import (
+from flowcheck.trainer.describe.description import Watch, entries
+from flowcheck.trainer.nccl.profiler import (
     RECORDS,
     Call,
     Communicator,
@@ -30,7 +29,8 @@ from flowcheck.trainer.profiler import (
     ProxyOperation,
     Record,
 )
-from flowcheck.trainer.profiler_calls import History, compare, with_choices
+from flowcheck.trainer.nccl.profiler_calls import History, compare, with_choices
+from flowcheck.trainer.plugin import plugin_path
 from tests.flowcheck.trainer.described import net
 from tests.flowcheck.trainer.nccl_driver import HERE, MINORS, Driver, call, calls_of, compile_c
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.trainer import profiler_calls
-from flowcheck.trainer.profiler import (
+from flowcheck.trainer.nccl import profiler_calls
+from flowcheck.trainer.nccl.profiler import (
     LOST,
     Call,
     Communicator,
@@ -19,7 +19,7 @@ from flowcheck.trainer.profiler import (
     ProxyOperation,
     Record,
 )
-from flowcheck.trainer.profiler_calls import History, as_collective, compare, with_choices
+from flowcheck.trainer.nccl.profiler_calls import History, as_collective, compare, with_choices
 
 REDUCE = Call(2, 1, 6, 0xA, 1, "AllReduce", 500, "ncclFloat32", 0, "RING", "LL128", 4, 16, 0, None, True)
 SAID = {"op": "AllReduce", "count": 500, "dtype": "float32", "root": 0}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.agreement import could_be
-from flowcheck.trainer.flight_recorder import parse_flights
-from flowcheck.trainer.profiler_calls import compare, same_as
+from flowcheck.trainer.nccl.agreement import could_be
+from flowcheck.trainer.nccl.flight_recorder import parse_flights
+from flowcheck.trainer.nccl.profiler_calls import compare, same_as
 
 from .test_flight_recorder import entry, of
 from .test_profiler_calls import REDUCE, SAID, history, made

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowcheck.control.messages import PATCH_BYTES, Ranges
 from flowcheck.job.model import ModelEntry
-from flowcheck.trainer.description import Model, entries
+from flowcheck.trainer.describe.description import Model, entries
 from flowcheck.trainer.ranges import FEW, Source
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

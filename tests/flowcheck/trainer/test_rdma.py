@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer import rdma
-from flowcheck.trainer.rdma import Gid, KernelQueuePair, addresses, parse_rdma, queue_pairs
+from flowcheck.trainer.nccl import rdma
+from flowcheck.trainer.nccl.rdma import Gid, KernelQueuePair, addresses, parse_rdma, queue_pairs
 
 ENTRIES: list[dict[str, Any]] = [
     {"ifindex": 0, "ifname": "mlx5_0", "port": 1, "lqpn": 1, "type": "GSI", "state": "RTS", "sq-psn": 0,

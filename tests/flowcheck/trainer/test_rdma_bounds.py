@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer import rdma
-from flowcheck.trainer.rdma import KernelQueuePair, parse_rdma, queue_pairs
+from flowcheck.trainer.nccl import rdma
+from flowcheck.trainer.nccl.rdma import KernelQueuePair, parse_rdma, queue_pairs
 
 ENTRY: dict[str, Any] = {"ifname": "mlx5_0", "port": 1, "lqpn": 1289, "rqpn": 1290, "type": "RC", "state": "RTS",
                          "pid": 4711}

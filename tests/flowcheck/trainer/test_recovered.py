@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.trainer import recovered
-from flowcheck.trainer.recovered import Recovered
+from flowcheck.trainer.recover import recovered
+from flowcheck.trainer.recover.recovered import Recovered
 from flowcheck.trainer.user import rng_state
 
 OPTIONS = {**torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9).defaults}

@@ -19,10 +19,10 @@ import flowcheck
 from flowcheck.control import sources
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.trainer import recovery
-from flowcheck.trainer import together as together_ranks
-from flowcheck.trainer.recovered import PARTS
-from flowcheck.trainer.recovery import Recovered, recover
+from flowcheck.trainer.recover import recovery
+from flowcheck.trainer.recover import together as together_ranks
+from flowcheck.trainer.recover.recovered import PARTS
+from flowcheck.trainer.recover.recovery import Recovered, recover
 from flowcheck.trainer.user import rng_state
 
 from ..hand_api import TOKEN, HandApi, HandVersion, seal

@@ -11,8 +11,8 @@ from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer import recovery
-from flowcheck.trainer.recovery import LONGEST, recover
+from flowcheck.trainer.recover import recovery
+from flowcheck.trainer.recover.recovery import LONGEST, recover
 
 from ..hand_api import TOKEN, HandApi, HandVersion
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 
 from ..hand_api import TOKEN, HandApi, HandVersion
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake", which has no peers
 
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.trainer import together
+from flowcheck.trainer.recover import together
 
 from ..hand_node import until
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.trainer import together
+from flowcheck.trainer.recover import together
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.trainer.rounding import check_fused, corrections_of, rounding_of
+from flowcheck.trainer.describe.rounding import check_fused, corrections_of, rounding_of
 
 PCAPS = Path(__file__).resolve().parents[3] / "pcaps"
 
@@ -132,7 +132,7 @@ def test_what_a_schedule_makes_of_a_fused_optimizer_on_a_gpu() -> None:
 
 def test_torch_is_all_it_needs() -> None:
     code = (
-        "import sys\nsys.modules['numpy'] = None\nimport flowcheck.trainer.rounding\n"
+        "import sys\nsys.modules['numpy'] = None\nimport flowcheck.trainer.describe.rounding\n"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('updater', 'parser', 'dataplane')]\nassert not bad, bad"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

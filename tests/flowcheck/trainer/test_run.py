@@ -14,7 +14,7 @@ from .test_prepare import ROOT, VARIABLES
 SCRIPT = """
 import os, sys, threading, multiprocessing
 import neighbour                                   # beside the script
-from flowcheck.trainer.prepare import prepared
+from flowcheck.trainer.nccl.prepare import prepared
 
 class Held: ...
 

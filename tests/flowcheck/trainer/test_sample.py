@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry
-from flowcheck.trainer.description import Model
-from flowcheck.trainer.parts import Part
+from flowcheck.trainer.describe.description import Model
+from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.sample import AHEAD, OPERATORS, OPERATORS_AHEAD, Sampler, states
 
 from ..hand_node import HandNode

@@ -12,13 +12,13 @@ import pytest
 
 import flowcheck
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer import sources as module
-from flowcheck.trainer.flight_recorder import Flights, parse_flights
-from flowcheck.trainer.prepare import Prepared
-from flowcheck.trainer.profiler import Call, Communicator
-from flowcheck.trainer.rdma import KernelQueuePair
+from flowcheck.trainer.nccl import sources as module
+from flowcheck.trainer.nccl.flight_recorder import Flights, parse_flights
+from flowcheck.trainer.nccl.prepare import Prepared
+from flowcheck.trainer.nccl.profiler import Call, Communicator
+from flowcheck.trainer.nccl.rdma import KernelQueuePair
+from flowcheck.trainer.nccl.sources import HELD, PATIENCE, Sources, sources_of
 from flowcheck.trainer.settings import nodes_of, token_of
-from flowcheck.trainer.sources import HELD, PATIENCE, Sources, sources_of
 
 from ..hand_node import TOKEN, HandNode, until
 from .nccl_text import Shape, text

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from flowcheck.control.start import Start
 from flowcheck.trainer import starts
-from flowcheck.trainer.recovery import recover
+from flowcheck.trainer.recover.recovery import recover
 from flowcheck.trainer.starts import after, started
 
 from ..hand_api import TOKEN, HandApi, HandVersion

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.trainer import description
-from flowcheck.trainer.description import Watch, entries
+from flowcheck.trainer.describe import description
+from flowcheck.trainer.describe.description import Watch, entries
 
 from .described import EveryKind, call, net, refusal
 

@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer.agreement import could_be, flights_agree, log_agrees
-from flowcheck.trainer.flight_recorder import Flight, Recorder
-from flowcheck.trainer.nccl_connections import describe
-from flowcheck.trainer.nccl_log import Log, read_log
-from flowcheck.trainer.prepare import Prepared, prepared
-from flowcheck.trainer.profiler import Call
-from flowcheck.trainer.profiler_calls import Calls, as_collective
-from flowcheck.trainer.rdma import addresses, queue_pairs
+from flowcheck.trainer.nccl.agreement import could_be, flights_agree, log_agrees
+from flowcheck.trainer.nccl.connections import describe
+from flowcheck.trainer.nccl.flight_recorder import Flight, Recorder
+from flowcheck.trainer.nccl.log import Log, read_log
+from flowcheck.trainer.nccl.prepare import Prepared, prepared
+from flowcheck.trainer.nccl.profiler import Call
+from flowcheck.trainer.nccl.profiler_calls import Calls, as_collective
+from flowcheck.trainer.nccl.rdma import addresses, queue_pairs
 
 __all__ = ["Sources", "others_like", "pointer_of", "sources_of"]
 

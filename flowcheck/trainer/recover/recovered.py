@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.extra import is_extra
-from flowcheck.trainer.megatron import Pieces, instances, torch_optimizer
-from flowcheck.trainer.parts import local
+from flowcheck.trainer.describe.extra import is_extra
+from flowcheck.trainer.describe.megatron import Pieces, instances, torch_optimizer
+from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.user import restore_rng
 
 __all__ = ["PARTS", "Recovered"]

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.nccl_log import Log, LoggedCommunicator
-from flowcheck.trainer.rdma import Gid, KernelQueuePair
+from flowcheck.trainer.nccl.log import Log, LoggedCommunicator
+from flowcheck.trainer.nccl.rdma import Gid, KernelQueuePair
 
 __all__ = ["describe"]
 

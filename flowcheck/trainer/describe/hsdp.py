@@ -25,7 +25,7 @@ import torch.distributed as dist
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
-from flowcheck.trainer.parts import Layout, Part, after_backward, local, position
+from flowcheck.trainer.describe.parts import Layout, Part, after_backward, local, position
 
 __all__ = ["Hsdp", "hsdp_parts", "is_sharded"]
 

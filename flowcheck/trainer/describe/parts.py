@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
-from flowcheck.trainer.extra import is_extra
-from flowcheck.trainer.hearing import own_hooks_heard
+from flowcheck.trainer.describe.extra import is_extra
+from flowcheck.trainer.describe.hearing import own_hooks_heard
 
 __all__ = [
     "Ddp", "Layout", "Own", "Part", "Reduced", "after_backward", "bucket_layout", "local", "position", "stepped",

@@ -45,11 +45,11 @@ from flowcheck.control.start import line_in, order
 from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.trainer.extra import extra_of
-from flowcheck.trainer.recovered import PARTS, Recovered
+from flowcheck.trainer.describe.extra import extra_of
+from flowcheck.trainer.recover.recovered import PARTS, Recovered
+from flowcheck.trainer.recover.together import ranks_of
 from flowcheck.trainer.settings import context_of, token_of
 from flowcheck.trainer.starts import after
-from flowcheck.trainer.together import ranks_of
 
 __all__ = ["Recovered", "recover"]
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import DTYPE_BYTES, OPERATIONS
-from flowcheck.trainer.profiler import Call, Communicator, Finalized, Plugin, ProxyOperation, Record
+from flowcheck.trainer.nccl.profiler import Call, Communicator, Finalized, Plugin, ProxyOperation, Record
 
 __all__ = ["Calls", "History", "as_collective", "compare", "same_as", "with_choices"]
 

@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.hsdp import hsdp_parts, is_sharded
-from flowcheck.trainer.megatron import Megatron, instances
-from flowcheck.trainer.parts import Ddp, Own, Part, Reduced, position
+from flowcheck.trainer.describe.hsdp import hsdp_parts, is_sharded
+from flowcheck.trainer.describe.megatron import Megatron, instances
+from flowcheck.trainer.describe.parts import Ddp, Own, Part, Reduced, position
 
 __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
 

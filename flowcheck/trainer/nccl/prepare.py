@@ -29,9 +29,9 @@ import tempfile
 from dataclasses import dataclass, field
 
 from flowcheck.errors import FlowcheckError
-from flowcheck.trainer.flight_recorder import BUFFER_VARIABLES
-from flowcheck.trainer.profiler import Plugin
-from flowcheck.trainer.profiler_calls import History
+from flowcheck.trainer.nccl.flight_recorder import BUFFER_VARIABLES
+from flowcheck.trainer.nccl.profiler import Plugin
+from flowcheck.trainer.nccl.profiler_calls import History
 
 __all__ = ["Prepared", "prepare", "prepared"]
 

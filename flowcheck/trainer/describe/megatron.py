@@ -34,8 +34,8 @@ import torch
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
-from flowcheck.trainer.extra import is_extra
-from flowcheck.trainer.parts import Layout, Part
+from flowcheck.trainer.describe.extra import is_extra
+from flowcheck.trainer.describe.parts import Layout, Part
 
 __all__ = ["Megatron", "Pieces", "instances", "torch_optimizer"]
 

@@ -46,10 +46,10 @@ from flowcheck.job.model import (
     carries,
     unwritable,
 )
-from flowcheck.trainer.extra import unproven
-from flowcheck.trainer.parts import Ddp, Layout, Part, local, stepped
-from flowcheck.trainer.rounding import check_fused, corrections_of, rounding_of
-from flowcheck.trainer.wrapped import refuse_model, refuse_optimizer
+from flowcheck.trainer.describe.extra import unproven
+from flowcheck.trainer.describe.parts import Ddp, Layout, Part, local, stepped
+from flowcheck.trainer.describe.rounding import check_fused, corrections_of, rounding_of
+from flowcheck.trainer.describe.wrapped import refuse_model, refuse_optimizer
 
 __all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
 

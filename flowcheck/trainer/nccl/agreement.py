@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.flight_recorder import Flight
-from flowcheck.trainer.nccl_log import Log, LoggedCommunicator
-from flowcheck.trainer.profiler import Call
-from flowcheck.trainer.profiler_calls import Calls, compare, same_as
+from flowcheck.trainer.nccl.flight_recorder import Flight
+from flowcheck.trainer.nccl.log import Log, LoggedCommunicator
+from flowcheck.trainer.nccl.profiler import Call
+from flowcheck.trainer.nccl.profiler_calls import Calls, compare, same_as
 
 __all__ = ["could_be", "flights_agree", "log_agrees"]
 

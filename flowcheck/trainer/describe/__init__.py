@@ -1,0 +1,1 @@
+"""What of a model and an optimizer a node can follow, and the manifest that says it."""
