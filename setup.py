@@ -148,7 +148,7 @@ def compiled() -> list[Extension]:
 
 
 # The trainers' side: rooms of flowcheck/, and modules beside them that only commands use.
-ROOMS = ("checkpoint", "control", "job", "trainer")
+ROOMS = ("checkpoint", "control", "job", "trainer", "trainer.describe", "trainer.nccl", "trainer.recover")
 COMMANDS = ("cli", "tables")
 
 

@@ -41,7 +41,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.peers.client import dial
 from flowcheck.node.peers.peer_set import digest_of
 from flowcheck.node.peers.shelf import Followed, Shelf, serve

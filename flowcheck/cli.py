@@ -186,7 +186,7 @@ def _as_option(found: re.Match[str]) -> str:
 
 
 def _token(file: Path) -> str:
-    from flowcheck.node.config import read_token
+    from flowcheck.node.config.tokens import read_token
 
     return read_token(file)
 

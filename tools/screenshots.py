@@ -27,7 +27,7 @@ from flowcheck import __version__
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.control.ask import reader_key
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.status.board import Board
 from flowcheck.node.status.counters import Tally
 from flowcheck.node.status.publisher import LOST

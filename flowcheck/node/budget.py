@@ -22,7 +22,7 @@ from dataplane.pydpdk.eal import available_bytes, free_huge_pages
 from flowcheck.control.protocol import PEER_BYTES
 from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.doors.files import OTHERS, most_descriptors
 from flowcheck.node.groups.ranges import SLOTS, wished
 from flowcheck.node.ports.captures import PlannedCapture

@@ -21,7 +21,8 @@ import typer
 from flowcheck import __version__
 from flowcheck.errors import FlowcheckError, InternalError, of_the_line, of_the_machine, said_of
 from flowcheck.interrupts import unread
-from flowcheck.node.config import NodeConfig, load
+from flowcheck.node.config.load import load
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.notify import Notify
 from flowcheck.node.ports.rights import Rights
 from flowcheck.node.status.event_log import Events

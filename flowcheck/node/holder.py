@@ -23,7 +23,7 @@ import typer
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.listening import check_address
 from flowcheck.node.notify import Notify
 from flowcheck.node.protect.supervisor import Copying, check_copies

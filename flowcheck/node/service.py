@@ -32,7 +32,7 @@ from flowcheck.control.tls import client_context
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.control import ControlServer
 from flowcheck.node.groups.group import Group
 from flowcheck.node.groups.ranges import wished

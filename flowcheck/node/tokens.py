@@ -23,7 +23,8 @@ from flowcheck.control.ask import reader_key
 from flowcheck.control.proof import node_key, voucher
 from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.config import NodeConfig, read_tokens
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.tokens import read_tokens
 
 __all__ = [
     "HTTP_ROLES", "LOOK_SECONDS", "PEER", "Access", "keys_of", "peers_of", "read_by_others", "vouched", "warnings_of",

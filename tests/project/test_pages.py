@@ -16,7 +16,7 @@ from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.checkpoint.fetch import FORMATS
 from flowcheck.cli import app
 from flowcheck.errors import UserError
-from flowcheck.node.config import load
+from flowcheck.node.config.load import load
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from flowcheck.control.proof import node_key
 from flowcheck.node.child import ended
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.listening import listen
 from flowcheck.node.status.heartbeat import Pulse
 from flowcheck.node.tokens import HTTP_ROLES, PEER, keys_of

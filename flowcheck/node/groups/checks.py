@@ -10,7 +10,7 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.node.config import ReplicaSettings
+from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.replica import replica_bytes
 

@@ -46,7 +46,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
 from flowcheck.job.version_status import DIVERGED, FOLLOWS, VERIFIED, VersionStatus
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.assigning import WHY, Assigning, withheld
 from flowcheck.node.groups.checks import check_job, check_memory, split, union
 from flowcheck.node.groups.inbox import Inbox

@@ -20,7 +20,7 @@ import torch
 
 from flowcheck.control.protocol import Patch as Answer
 from flowcheck.control.protocol import Ranges
-from flowcheck.node.config import ReplicaSettings
+from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.checks import split
 from flowcheck.node.groups.members import RankSession
 from flowcheck.rebuild.plan import JobPlan

@@ -33,7 +33,8 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
-from flowcheck.node.config import Follow, NodeConfig
+from flowcheck.node.config.capture import Follow
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.checks import check_gathered, check_memory
 from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.session import LiveSession, wind_up

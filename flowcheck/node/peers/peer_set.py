@@ -24,7 +24,7 @@ from flowcheck.control.ask import Node
 from flowcheck.control.proof import Proven, node_key
 from flowcheck.control.tls import client_context
 from flowcheck.job.clock import Clock
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.peers.catch_up import QUIET_SECONDS, CatchUp
 from flowcheck.node.peers.client import Peers, Who
 from flowcheck.node.peers.shelf import Followed, Shelf

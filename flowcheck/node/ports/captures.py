@@ -19,7 +19,8 @@ from dataplane.live import LiveConfig
 from dataplane.ports import numa_node
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.config import AUTO, LARGEST_RING, Capture, NodeConfig
+from flowcheck.node.config.capture import AUTO, LARGEST_RING, Capture
+from flowcheck.node.config.node import NodeConfig
 
 __all__ = ["PlannedCapture", "naming", "place_cores", "plan_captures", "ring_memory"]
 

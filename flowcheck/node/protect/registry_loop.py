@@ -20,7 +20,7 @@ from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import Node, Offer
 from flowcheck.control.sources import addresses
 from flowcheck.errors import FlowcheckError, said_of
-from flowcheck.node.config import read_token
+from flowcheck.node.config.tokens import read_token
 from flowcheck.node.protect.losses import newest_persistent
 from flowcheck.node.protect.placement import Decided, Member, Part, Run
 from flowcheck.node.protect.registry_etcd import Etcd

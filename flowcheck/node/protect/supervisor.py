@@ -20,7 +20,8 @@ from flowcheck.control.tls import client_context, server_context
 from flowcheck.durable import check_writable
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.child import Beside
-from flowcheck.node.config import NodeConfig, read_token, read_tokens
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.tokens import read_token, read_tokens
 from flowcheck.node.protect.registry_etcd import check_endpoints
 from flowcheck.node.tokens import PEER
 from updater.reader import not_mine

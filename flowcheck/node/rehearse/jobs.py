@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from dataplane.live import LiveSource
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.ports.captures import PlannedCapture
 from flowcheck.node.ports.port import Port

@@ -32,7 +32,8 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
 from flowcheck.node.budget import Budget, ask, budget
-from flowcheck.node.config import NodeConfig, load
+from flowcheck.node.config.load import load
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.checks import check_memory
 from flowcheck.node.ports.captures import naming, plan_captures
 from flowcheck.node.ports.counts import grown

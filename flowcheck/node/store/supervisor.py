@@ -17,7 +17,7 @@ from typing import Any
 from flowcheck.checkpoint.objects import check_url
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.child import Beside, start
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.tokens import PEER
 
 __all__ = ["Storing", "check_store"]

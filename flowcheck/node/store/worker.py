@@ -30,7 +30,7 @@ from flowcheck.control.start import line_of
 from flowcheck.durable import let_read
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.child import Lines, begun, guarded
-from flowcheck.node.config import read_token
+from flowcheck.node.config.tokens import read_token
 from flowcheck.node.versions.divergences import Notices
 from flowcheck.node.versions.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
 from flowcheck.node.versions.runs import run_folder
@@ -50,7 +50,7 @@ MOST_LEFT_OUT = 1 << 20
 
 @dataclass(frozen=True)
 class Wants:
-    """What is to be written, and what stays: as config.py's Store. seconds: that a store may be silent."""
+    """What is to be written, and what stays: as config/store.py's Store. seconds: that a store may be silent."""
 
     every: int = 0
     minutes: float = 0.0

@@ -23,7 +23,7 @@ from flowcheck.checkpoint.directory import mark_diverged, tensor_sha256
 from flowcheck.control.divergence import Divergence
 from flowcheck.durable import check_writable, let_read, make_directory, private, reporting
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
-from flowcheck.node.config import Output
+from flowcheck.node.config.store import Output
 
 __all__ = ["Hashes", "Versions", "Writer", "check_places"]
 

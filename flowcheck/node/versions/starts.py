@@ -25,7 +25,7 @@ from flowcheck.checkpoint.directory import read_step_manifest
 from flowcheck.control.messages import GROUP, Share
 from flowcheck.control.start import LINE, line_of
 from flowcheck.errors import UserError
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.versions.runs import run_folder
 from updater.errors import UpdaterError
 from updater.reader import Reader

@@ -15,7 +15,7 @@ import torch
 
 import flowcheck
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

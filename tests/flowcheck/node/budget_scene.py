@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcheck.node.budget import Budget, MachineFacts, budget
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 
 GB = 1 << 30

@@ -19,7 +19,11 @@ from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice, Job
 from flowcheck.lab.synth import example_job
-from flowcheck.node.config import Api, Capture, Control, NodeConfig, Output, ReplicaSettings
+from flowcheck.node.config.capture import Capture
+from flowcheck.node.config.control import Api, Control
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.replica import ReplicaSettings
+from flowcheck.node.config.store import Output
 from flowcheck.node.groups.group import Group
 from flowcheck.node.groups.members import Inbound, RankSession
 from flowcheck.node.peers.common_step import Common

@@ -13,7 +13,7 @@ import torch
 
 from flowcheck.control.proof import node_key
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.protect.supervisor import Copying
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -28,7 +28,8 @@ from flowcheck.node.api.description import describe
 from flowcheck.node.api.routes import make_app
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.api.worker import serve, server_of
-from flowcheck.node.config import NodeConfig, load
+from flowcheck.node.config.load import load
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.groups.control import ControlServer
 from flowcheck.node.groups.inbox import Inbox

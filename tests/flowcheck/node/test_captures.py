@@ -11,7 +11,8 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.config import LARGEST_RING, NodeConfig
+from flowcheck.node.config.capture import LARGEST_RING
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import PlannedCapture, naming, plan_captures, ring_memory
 
 NIC, FAR = "0000:81:00.0", "0000:01:00.0"

@@ -11,7 +11,7 @@ import pytest
 
 from flowcheck.control.ask import Node, Offer, reader_key
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 from updater.rounding_modes import RoundingMode

@@ -27,7 +27,7 @@ from flowcheck.control.ask import reader_key
 from flowcheck.control.protocol import Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import service
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.status.board import Glance
 
 from .node_scene import NotedGroup, World, put_in

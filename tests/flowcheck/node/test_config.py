@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.config import AUTO, load, position
+from flowcheck.node.config.capture import AUTO
+from flowcheck.node.config.load import load, position
 
 GOOD = """
 name = "n"

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.config import load, position, read_token, read_tokens
+from flowcheck.node.config.load import load, position
+from flowcheck.node.config.tokens import read_token, read_tokens
 
 ONE, OTHER = "a token that only tests have", "another one that only tests have"
 LEAST = '[control]\nlisten = "localhost:1"\ntoken_file = "{folder}/token"\n[capture]\ndevice = "d"\n'

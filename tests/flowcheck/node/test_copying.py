@@ -17,7 +17,7 @@ import pytest
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import child as beside
 from flowcheck.node.child import FIRST_PAUSE
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.protect.supervisor import Copying, check_copies
 
 from .pipes import Pipes

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.status.board import Board
 from flowcheck.node.status.heartbeat import SILENT_SECONDS
 

@@ -8,7 +8,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from dataplane.counterfile import COUNTERS
 from dataplane.live import LiveConfig
-from flowcheck.node.config import Capture
+from flowcheck.node.config.capture import Capture
 from flowcheck.node.ports.captures import PlannedCapture
 from flowcheck.node.ports.drops import OWN, Drops, describe
 

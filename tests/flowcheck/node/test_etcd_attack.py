@@ -20,7 +20,8 @@ from pydantic import ValidationError
 
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.errors import UserError
-from flowcheck.node.config import NodeConfig, load
+from flowcheck.node.config.load import load
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.protect import registry_loop as sitting
 from flowcheck.node.protect.placement import Decided, Have, Member
 from flowcheck.node.protect.registry import HAVE, MEMBERS, PLACEMENT, ROOT, RegistryError

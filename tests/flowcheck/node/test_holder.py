@@ -23,7 +23,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
 from flowcheck.node import holder as holder_module
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.holder import Holder, check
 from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.placement import Member

@@ -15,7 +15,7 @@ from flowcheck.control.ask import reader_key
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import holder as module
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.holder import Holder, check
 
 TOKEN = "a token that only tests have"

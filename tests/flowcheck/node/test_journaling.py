@@ -15,7 +15,7 @@ from flowcheck.control.ask import Node, reader_key
 from flowcheck.control.protocol import Journal as Question
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.peers.shelf import Followed, _Shown
 from flowcheck.node.protect import journal_loop as module
 from flowcheck.node.protect.journal import FOLDER, Journal

@@ -22,7 +22,7 @@ from flowcheck.checkpoint import directory
 from flowcheck.checkpoint.files import write_file
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import BucketSlice
-from flowcheck.node.config import Output
+from flowcheck.node.config.store import Output
 from flowcheck.node.versions import output
 from flowcheck.node.versions.output import Hashes, Writer, check_places
 from updater.errors import NoFreeSlot

@@ -14,7 +14,7 @@ from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.directory import read_step_manifest
 from flowcheck.control.ask import COPY, Node, reader_key
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.protect import journal_loop as module
 from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.journal_loop import Journaling, bases_of, lane_of

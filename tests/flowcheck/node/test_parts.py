@@ -10,7 +10,7 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.lab.synth import example_job, sharded_job
-from flowcheck.node.config import ReplicaSettings
+from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.checks import check_gathered, check_job, check_memory, split, union
 from flowcheck.node.ports.counts import grown
 from flowcheck.rebuild.plan import plan_job

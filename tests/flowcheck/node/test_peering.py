@@ -14,7 +14,10 @@ import pytest
 from flowcheck.control.protocol import Holes, Link, RecordsError, accept
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
-from flowcheck.node.config import Capture, Control, NodeConfig, ReplicaSettings
+from flowcheck.node.config.capture import Capture
+from flowcheck.node.config.control import Control
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.peers.peer_set import Peering, digest_of
 from flowcheck.node.peers.shelf import Shelf, serve
 from flowcheck.rebuild.iteration.intervals import intervals

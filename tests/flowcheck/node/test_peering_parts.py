@@ -10,7 +10,10 @@ import pytest
 
 from flowcheck.control.proof import Proven, node_key
 from flowcheck.job.clock import Clock
-from flowcheck.node.config import Api, Capture, Control, NodeConfig, ReplicaSettings
+from flowcheck.node.config.capture import Capture
+from flowcheck.node.config.control import Api, Control
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.peers import peer_set as peering
 from flowcheck.node.peers.catch_up import QUIET_SECONDS
 from flowcheck.node.peers.client import Who

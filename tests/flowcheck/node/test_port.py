@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import place_cores, plan_captures
 from flowcheck.node.ports.drops import OWN
 from flowcheck.node.ports.port import Port

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flowcheck.lab.synth import example_job
 from flowcheck.node.budget import MachineFacts, budget
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.rehearse.jobs import Followed
 from flowcheck.node.rehearse.report import _completeness, _group, _names, _of_group, _of_ring, _to_do, render, report

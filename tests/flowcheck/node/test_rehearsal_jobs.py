@@ -15,7 +15,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, generate
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.ports.port import Port
 from flowcheck.node.rehearse import jobs as rehearsal_jobs

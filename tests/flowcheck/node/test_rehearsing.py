@@ -22,7 +22,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.node.budget import MachineFacts
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.rehearse import rehearsal
 from flowcheck.node.rehearse.rehearsal import Rates, _plan, rehearse, run

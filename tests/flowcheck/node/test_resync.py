@@ -14,7 +14,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import ModelEntry
 from flowcheck.lab.synth import example_job
-from flowcheck.node.config import ReplicaSettings
+from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.members import RankSession
 from flowcheck.node.groups.ranges import Resync, wished
 from flowcheck.rebuild.plan import plan_job

@@ -15,7 +15,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import service
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 
 from .node_scene import World, put_in
 

@@ -23,7 +23,7 @@ from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.api import supervisor as serving
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.status.board import Board
 from flowcheck.trainer.recover.recovery import recover
 from updater.optimizers import OptimizerSpec

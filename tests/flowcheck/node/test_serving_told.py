@@ -21,7 +21,7 @@ from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.api import supervisor as serving
 from flowcheck.node.api.supervisor import AGAIN_SECONDS, END_SECONDS, Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 
 from .pipes import Pipes
 

@@ -20,7 +20,8 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig, load
+from flowcheck.node.config.load import load
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf, Shelf, Withheld
 from flowcheck.node.versions.replica_files import ReplicaFiles

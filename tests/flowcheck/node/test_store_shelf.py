@@ -23,7 +23,7 @@ from flowcheck.control.user_state import UserState, pack
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.api.supervisor import Serving
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.store import shelf as module
 from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.versions.holdings import Gone

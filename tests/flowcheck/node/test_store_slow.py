@@ -17,7 +17,7 @@ import torch
 
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.job.model import BucketSlice
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.store import supervisor as module
 from flowcheck.node.store.supervisor import Storing
 from updater.layout import Layout

@@ -24,7 +24,7 @@ from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import BucketSlice
 from flowcheck.node import child as beside
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.store.supervisor import Storing, check_store
 from flowcheck.node.versions.user_states import rank_file, user_folder
 from updater.layout import Layout

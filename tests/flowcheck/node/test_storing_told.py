@@ -17,7 +17,7 @@ import pytest
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import child as beside
 from flowcheck.node.child import FIRST_PAUSE
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.store import supervisor as storing
 from flowcheck.node.store.supervisor import MODULE, START_SECONDS, Storing, check_store
 

@@ -20,7 +20,11 @@ from flowcheck.control.ask import Offer
 from flowcheck.control.protocol import Epoch, Joined, Manifest, State
 from flowcheck.control.sources import choose
 from flowcheck.control.start import Start, order, start_text
-from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
+from flowcheck.node.config.capture import Capture
+from flowcheck.node.config.control import Control
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.replica import ReplicaSettings
+from flowcheck.node.config.store import Output
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf
 from flowcheck.node.versions.replica_files import ReplicaFiles

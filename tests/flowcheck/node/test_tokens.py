@@ -12,7 +12,7 @@ import pytest
 from flowcheck.control.ask import reader_key
 from flowcheck.control.proof import node_key
 from flowcheck.node import tokens
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.tokens import LOOK_SECONDS, Access, keys_of, read_by_others
 
 from ..certificates import issue

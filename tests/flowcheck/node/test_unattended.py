@@ -23,7 +23,12 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, generate, sharded_job
 from flowcheck.node.budget import MachineFacts, budget
-from flowcheck.node.config import Capture, Control, Follow, NodeConfig, Output, ReplicaSettings, load
+from flowcheck.node.config.capture import Capture, Follow
+from flowcheck.node.config.control import Control
+from flowcheck.node.config.load import load
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.replica import ReplicaSettings
+from flowcheck.node.config.store import Output
 from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.groups.unattended import SILENT_SECONDS, UNCONFIRMED, Unattended, unattended_jobs

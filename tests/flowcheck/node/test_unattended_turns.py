@@ -12,7 +12,7 @@ import torch
 
 from flowcheck.checkpoint.directory import load_parameters
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.config import Capture
+from flowcheck.node.config.capture import Capture
 from flowcheck.node.groups import unattended
 from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.session import LiveSession

@@ -1,0 +1,96 @@
+"""A node.toml is read and checked before anything is started."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.tokens import text_of
+
+__all__ = ["load", "position"]
+
+
+def load(path: str | os.PathLike[str]) -> NodeConfig:
+    """Raises UserError (content) or EnvironmentProblem (unreadable)."""
+    path = Path(path)
+    try:
+        text = text_of(path)
+        data = tomllib.loads(text)
+    except OSError as error:
+        kind = UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem
+        raise kind(
+            f"cannot be read: {error.strerror}", where=str(path), remedy="give the node's settings with --config",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"is not TOML: {error}", where=str(path), remedy="docs/use/node.md shows the form") from None
+    try:
+        return NodeConfig.model_validate(data)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        found.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing, too
+        captures = data.get("capture")
+        several = isinstance(captures, list) and len(captures) > 1
+        first, *others = ((_key(one, several), _said(one)) for one in found)
+        also = "".join(f"; {field}: {said}" for field, said in others[:4])
+        at = position(text, first[0])
+        place = f" (line {at[0]}, column {at[1]})" if at else ""
+        raise UserError(first[1] + also + place, where=f"{path}: {first[0]}", remedy="docs/use/node.md has every key"
+                        ) from None
+
+
+def position(text: str, key: str) -> tuple[int, int] | None:
+    """Line and column, from 1, at which a key of valid TOML stands, or its table if it is not written out: `name`,
+    `replica.slots`, `capture[1].cores`. None: neither is found where most people write it."""
+    table, _, name = key.rpartition(".")
+    table, number = re.sub(r"\[[0-9]+\]$", "", table), re.search(r"\[([0-9]+)\]$", table)
+    wanted, seen, inside, begins = int(number[1]) if number else 0, -1, not table, None
+    for line, written in enumerate(text.splitlines(), 1):
+        if head := re.match(r"\s*\[\[?\s*([\w.-]+)\s*\]", written):
+            seen += head[1] == table
+            inside = head[1] == table and seen == wanted
+            if inside or (not table and head[1] == name):
+                begins = begins or (line, head.start(1) + 1)
+        elif inside and (found := re.match(rf"\s*({re.escape(name)})\s*[=.]", written)):
+            return line, found.start(1) + 1
+    return begins
+
+
+def _key(error: Mapping[str, Any], several: bool) -> str:
+    """`replica.slots`; `capture.cores` or, of several, `capture[1].cores`; elements of a list: the list's."""
+    beside = [error["ctx"]["key"]] if error["type"] == "together" else []
+    table, *rest = error["loc"] or [""]
+    if table not in ("capture", "follow"):
+        return ".".join(map(str, [*error["loc"], *beside]))
+    index = f"[{rest.pop(0)}]" if rest and isinstance(rest[0], int) else ""
+    keys = [f".{part}" for part in rest[:1]]
+    for key in beside:
+        keys = [key if key[0] in ".[" else f".{key}"]
+    return f"{table}{index if several or table == 'follow' else ''}{''.join(keys)}"
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """What is wrong with one key; of one that does not exist, which one is meant."""
+    if error["type"] != "extra_forbidden":
+        return str(error["msg"])
+    *table, key = (str(part) for part in error["loc"] if isinstance(part, str))
+    keys = _keys(table[0]) if table else NodeConfig.model_fields
+    close = difflib.get_close_matches(key, keys, 1)
+    elsewhere = [name for name in NodeConfig.model_fields if key in _keys(name)]
+    if close and close[0] != key:
+        return f"is not a key: did you mean {close[0]}?"
+    return f"is not a key here, it is one of [{elsewhere[0]}]" if elsewhere else "is not a key"
+
+
+def _keys(table: str) -> Iterable[str]:
+    """Of a table of the file; none for a key that is not one."""
+    kind: Any = NodeConfig.model_fields[table].annotation
+    return getattr(next(iter(get_args(kind)), kind), "model_fields", ())

@@ -1,0 +1,157 @@
+"""[protect]: copies and parity of other nodes' versions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from flowcheck.control.address import host_and_port
+from flowcheck.node.config.table import SLOWEST, Table, host_and_port_of, is_loopback, other_nodes, wrong
+
+__all__ = ["MOST_STREAMS_OF_A_CODE", "Protect"]
+
+MOST_STREAMS_OF_A_CODE = 32  # checkpoint/coding/galois.pyx
+
+
+class Protect(Table):
+    """copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of. every: of each K-th step.
+    keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
+    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node. mb_per_second: MiB that
+    are read from other nodes at most, for copies and parity together; None: as fast as they come. journal: of some of
+    these nodes, HOST:PORT of `control.listen`: what their gradients were since the copy is kept, too; at a holder of
+    parity also of nodes with data, since the last rounds.
+
+    parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost. group: HOST:PORT of their
+    `api.listen`, the K nodes and then M holders of parity; this node is one of them. Left out: the registry says it.
+
+    registry: endpoints of etcd, in which nodes of one `cluster` find each other; their root then says whose copies a
+    node keeps, beside `copies`, and who makes a group with parity. registry_ca: as tls.ca, of https:// endpoints.
+    registry_cert, registry_key: PEM files of a certificate that this node shows there. registry_user: whom it logs in
+    as, with the first line of registry_password_file.
+    replicas: of each node's state, its own counts; None: 2, and where there is parity, 1. grace: seconds that who is
+    there must differ before the root changes anything. advertise: HOST:PORT of api.listen as other nodes reach it.
+    host, leaf, rack: what this node may be lost with. standby: it has no place until it takes that of one that is lost.
+    own: copies of this node's own versions are kept here, too. replace: a command that is to bring a replacement, its
+    program first; replace_seconds: how long that is waited for."""
+
+    copies: Annotated[tuple[str, ...], Field(max_length=64)] = ()
+    every: Annotated[int, Field(ge=1, le=1 << 30)] = 1
+    keep: Annotated[int, Field(ge=1, le=16)] = 2
+    directory: Path | None = None
+    memory_mb: Annotated[int, Field(ge=1)] = 65536
+    seconds: Annotated[float, Field(ge=0.05, le=3600)] = 0.5
+    mb_per_second: Annotated[int, Field(ge=SLOWEST, le=1 << 20)] | None = None
+    parity: Annotated[str, Field(pattern=r"^[0-9]{1,2}\+[0-9]{1,2}$")] | None = None
+    group: Annotated[tuple[str, ...], Field(max_length=32)] = ()
+    journal: dict[str, str] = {}
+    registry: Annotated[tuple[str, ...], Field(max_length=16)] = ()
+    registry_ca: str = ""
+    registry_cert: Path | None = None
+    registry_key: Path | None = None
+    registry_user: Annotated[str, Field(max_length=256)] = ""
+    registry_password_file: Path | None = None
+    cluster: Annotated[str, Field(min_length=1, max_length=64)] = "default"
+    replicas: Annotated[int, Field(ge=2, le=16)] | None = None
+    grace: Annotated[float, Field(ge=1, le=86400)] = 10.0
+    advertise: str | None = None
+    host: Annotated[str, Field(max_length=64)] = ""
+    leaf: Annotated[str, Field(max_length=64)] = ""
+    rack: Annotated[str, Field(max_length=64)] = ""
+    standby: bool = False
+    own: bool = False
+    replace: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=64)] = ()
+    replace_seconds: Annotated[float, Field(ge=1, le=86400)] = 900.0
+
+    _addresses = field_validator("copies", "group")(other_nodes)
+
+    @field_validator("registry")
+    @classmethod
+    def _endpoints(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        if any("@" in one for one in given):  # said here, before anything can be printed
+            raise ValueError("has a user or a password in an endpoint: give protect.registry_user and"
+                             " protect.registry_password_file")
+        return given
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertised(cls, text: str | None) -> str | None:
+        return None if text is None else other_nodes((text,))[0]
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if self.code is None:
+            if self.group:
+                raise wrong("parity", "is missing: how many of the group hold data, and how many parity")
+            if not self.copies and not self.registry:
+                raise wrong("copies", "names nobody: nodes whose versions are copied, or a registry that says whose")
+        elif not (self.code[0] >= 2 and self.code[1] >= 1 and sum(self.code) <= MOST_STREAMS_OF_A_CODE):
+            raise wrong("parity", f"{self.parity}: two nodes with data at least, one holder of parity, and"
+                         f" {MOST_STREAMS_OF_A_CODE} in all at most")
+        elif self.group and len(self.group) != sum(self.code):
+            raise wrong("group", f"names {len(self.group)} nodes, and {self.parity} are {sum(self.code)}")
+        elif not self.group and not self.registry:
+            raise wrong("group", f"is missing: the {sum(self.code)} nodes of {self.parity}, or a registry that says"
+                         " who they are")
+        if strange := self.journal.keys() - {*self.copies, *self.group[: self.code[0] if self.code is not None else 0]}:
+            raise wrong("journal", f"{min(strange)} is none of protect.copies, and no node with data of protect.group:"
+                         " a journal needs a copy or parity to begin with")
+        together = max(len(self.copies), self.code[0] if self.code is not None else 1)
+        if self.mb_per_second is not None and self.mb_per_second < SLOWEST * together:
+            raise wrong("mb_per_second", f"{self.mb_per_second} for {together} versions that may be pulled at once:"
+                         f" {SLOWEST} for each at least, or their nodes end it")
+        other_nodes(tuple(self.journal.values()))
+        self._check_login()
+        for key in ("standby", "own", "replace"):
+            if getattr(self, key) and not self.registry:
+                raise wrong(key, "is for nodes that find each other: protect.registry is missing")
+        if self.replace and not self.replace[0]:
+            raise wrong("replace", "names no program")
+        return self
+
+    def _check_login(self) -> None:
+        """Credentials are used, or refused here. Raises PydanticCustomError."""
+        if bool(self.registry_user) != (self.registry_password_file is not None):
+            raise wrong("registry_user", "needs protect.registry_password_file, and the other way round")
+        if (self.registry_cert is None) != (self.registry_key is None):
+            raise wrong("registry_cert", "needs protect.registry_key, and the other way round")
+        given = [key for key in ("registry_user", "registry_cert") if getattr(self, key)]
+        if given and not self.registry:
+            raise wrong(given[0], "is for etcd: protect.registry is missing")
+        for one in self.registry:
+            place = host_and_port(one.lower().removeprefix("http://").removesuffix("/"))
+            near = place is not None and is_loopback(place[0])
+            if one.lower().startswith("http:") and (self.registry_cert or (self.registry_user and not near)):
+                raise wrong("registry", f"{one} is not encrypted, and {given[-1]} is given: https://")
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        return [host_and_port_of(text) for text in self.copies]
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        return [host_and_port_of(text) for text in self.group]
+
+    @property
+    def code(self) -> tuple[int, int] | None:
+        """How many hold data, and how many parity."""
+        if self.parity is None:
+            return None
+        data, _, parity = self.parity.partition("+")
+        return int(data), int(parity)
+
+    @property
+    def placed(self) -> bool:
+        """Does the registry say who makes a group with parity?"""
+        return self.code is not None and not self.group
+
+    @property
+    def states(self) -> int:
+        """Of each node that the registry places, its own counts."""
+        return self.replicas if self.replicas is not None else 1 if self.placed else 2
+
+    @property
+    def journals(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+        """API and control port of each node whose journal is kept."""
+        return [(host_and_port_of(one), host_and_port_of(other)) for one, other in self.journal.items()]

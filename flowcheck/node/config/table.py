@@ -1,0 +1,72 @@
+"""What every table of node.toml is: no other keys than these, no NUL."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic_core import PydanticCustomError
+
+from flowcheck.control.address import host_and_port, why_not
+
+__all__ = [
+    "MOST_BYTES", "NOWHERE", "SLOWEST", "Table", "host_and_port_of", "is_loopback", "listens", "numbered",
+    "other_nodes", "wrong",
+]
+
+MOST_BYTES = 1 << 20
+NOWHERE = "127.0.0.1:0"  # of a node that nobody speaks to
+SLOWEST = 8  # MiB a second, of a pull: a source lets one go that is slower than half of that (holdings.py)
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    @field_validator("*")
+    @classmethod
+    def _no_nul(cls, given: Any) -> Any:
+        """No file's name and no address has one, and who is given one raises ValueError."""
+        for text in given if isinstance(given, tuple) else (given,):
+            if isinstance(text, str | Path) and "\0" in str(text):
+                raise ValueError("has a NUL character in it")
+        return given
+
+
+def numbered(i: int, captures: Sequence[object]) -> str:
+    return f"[{i}]" if len(captures) > 1 else ""
+
+
+def wrong(key: str, what: str) -> PydanticCustomError:
+    """What is wrong with a key that fits its own bounds, but not the keys beside it."""
+    return PydanticCustomError("together", "{what}", {"key": key, "what": what})
+
+
+def listens(text: str) -> str:
+    if host_and_port(text, 0, brackets=True) is None:
+        raise ValueError(f"{text!r} {why_not(text, 0)}: HOST:PORT, an IPv6 address in brackets")
+    return text
+
+
+def host_and_port_of(listen: str) -> tuple[str, int]:
+    found = host_and_port(listen, 0)
+    assert found is not None  # listens has looked at it
+    return found
+
+
+def other_nodes(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text in texts:
+        if host_and_port_of(listens(text))[1] == 0:
+            raise ValueError(f"{text}: nobody listens at port 0")
+        if [host_and_port_of(other) for other in texts].count(host_and_port_of(text)) > 1:
+            raise ValueError(f"{text} is given twice")
+    return texts
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
