@@ -34,6 +34,7 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
 from flowcheck.lab.trainer import INSTANTS
+from flowcheck.node.child import PROCESSES
 
 __all__ = ["SETTINGS", "Plan", "Report", "Sample", "Trend", "account", "soak", "trend"]
 
@@ -143,7 +144,8 @@ def _children(pid: int) -> list[tuple[int, str]]:
         try:
             for child in map(int, task.read_text().split()):
                 words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-                found += [(child, word.decode().rpartition(".")[2]) for word in words if word.startswith(b"flowcheck.")]
+                modules = [word.decode() for word in words if word.startswith(b"flowcheck.")]
+                found += [(child, PROCESSES.get(module, module.rpartition(".")[2])) for module in modules]
         except OSError:
             continue  # it has ended
     return found

@@ -26,10 +26,14 @@ from flowcheck.errors import of_the_machine
 from flowcheck.node.allocator import keep_little
 from flowcheck.node.status.heartbeat import ALIVE, BEAT_SECONDS, Pulse
 
-__all__ = ["Beside", "Lines", "begun", "ended", "guarded", "start"]
+__all__ = ["PROCESSES", "Beside", "Lines", "begun", "ended", "guarded", "start"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between two starts
 END_SECONDS = 6.0
+PROCESSES = {  # modules that are run, and what metrics and events call them
+    "flowcheck.node.api.worker": "api", "flowcheck.node.protect.worker": "copier",
+    "flowcheck.node.store.worker": "persisting",
+}
 MOST_LINE = 1 << 16
 NICE = 5
 
@@ -60,7 +64,7 @@ class Beside:
         if (status := process.poll()) is not None:
             self._read(process)
             _let_go(process)
-            self._process, self._text, self._down = None, b"", self._module.rpartition(".")[2]
+            self._process, self._text, self._down = None, b"", PROCESSES[self._module]
             self._say("problem", process=self._down, cause="ended", why="the process that"
                       f" {self._what} {ended(status)}; it is started anew in {self._pause:g} s")
             self._began = time.monotonic()
@@ -68,7 +72,7 @@ class Beside:
             process.kill()
             self._left.append(process)
             _let_go(process)
-            self._process, self._text, self._down = None, b"", self._module.rpartition(".")[2]
+            self._process, self._text, self._down = None, b"", PROCESSES[self._module]
             self._say("problem", process=self._down, cause="hung", why="the process that"
                       f" {self._what} hangs: {why}; it was killed, and is started anew in {self._pause:g} s")
             self._began = time.monotonic()
@@ -80,7 +84,7 @@ class Beside:
             self._process = start(self._module, self._settings)
             self._pulse = Pulse(self._process.pid)
         except OSError as error:
-            self._down = self._module.rpartition(".")[2]
+            self._down = PROCESSES[self._module]
             if not self._refused:
                 self._say("problem", why=f"the process that {self._what} cannot be started:"
                           f" {error.strerror or error}; it is tried again and again", about=self._down)

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "topology.yaml").write_text(yaml)
     (path / "node.toml").write_text(toml.replace("af_packet:eth1", "af_packet:lo").replace("10.0.1.2:", "127.0.0.1:"))
     (path / "token").write_text("a token that only tests have\n")
-    shutil.copy(ROOT / "pcaps/ring2-ll.pcap", path / "mirror.pcap")
+    shutil.copy(ROOT / "pcaps/ring2-ddp.pcap", path / "mirror.pcap")
     return path
 
 

@@ -14,7 +14,7 @@ COMMANDS = re.findall(r"^\.venv/bin/flowcheck ((?:inspect|learn|replay|synth) [^
 
 
 def test_commands_run_in_their_order(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "pcaps/ring2-ll.pcap", tmp_path / "capture.pcap")
+    shutil.copy(ROOT / "pcaps/ring2-ddp.pcap", tmp_path / "capture.pcap")
     assert [line.split()[0] for line in COMMANDS] == ["inspect", "learn", "replay", "synth"]
     for line in COMMANDS:
         done = subprocess.run([sys.executable, "-P", "-m", "flowcheck", *line.split()], cwd=tmp_path, text=True,

@@ -8,7 +8,7 @@ It shares nothing with the node but files, and a board that it can only read (bo
 ends, holds up no capture. It has the cores that no capture is pinned to, at a lower priority. The node keeps the
 listening socket, so a process that died is replaced without a connection being refused. So is one that hangs: it gives
 signs of life (heartbeat.py). The key comes over stdin: neither arguments nor environment show it. The process itself:
-answering.py.
+worker.py.
 """
 
 from __future__ import annotations

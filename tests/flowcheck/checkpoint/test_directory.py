@@ -113,8 +113,8 @@ def test_an_existing_step_is_replaced_and_foreign_directories_are_left_alone(tmp
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match="/file"):
         write_step(tmp_path / "file", 2, {"w": torch.ones(2)}, {}, META)
-    with pytest.raises(UserError, match=r"'w' is torch\.complex64"):
-        write_step(tmp_path, 3, {"w": torch.ones(2, dtype=torch.complex64)}, {}, META)
+    with pytest.raises(UserError, match=r"'w' is torch\.complex128"):
+        write_step(tmp_path, 3, {"w": torch.ones(2, dtype=torch.complex128)}, {}, META)
 
 
 # -- killed or failing between any two calls ----------------------------------------------------------

@@ -131,11 +131,11 @@ def test_the_sum_of_a_tensor_is_that_of_its_bytes_in_row_major_order():
 
 
 def test_a_tensor_that_no_checkpoint_holds_is_named_before_anything_is_made(tmp_path):
-    odd = torch.ones(1, dtype=torch.complex64)
+    odd = torch.ones(1, dtype=torch.complex128)
     where = str(tmp_path / "out" / "step-000003")
     for parameters, state, name in (({"w": odd}, {}, "w"), ({"a": WEIGHT}, {"a": {"k": odd}}, "state.a.k")):
         assert refused(write_step, tmp_path / "out", 3, parameters, state, Meta()) == (
-            where, f"tensor '{name}' is torch.complex64, which no checkpoint holds", ""
+            where, f"tensor '{name}' is torch.complex128, which no checkpoint holds", ""
         )
     assert not list(tmp_path.iterdir())
 

@@ -94,7 +94,7 @@ def test_a_meter_sees_a_process_and_what_it_has_started() -> None:
         process.stdin.write("more\n")
         process.stdin.flush()
         until(20 << 20)
-        assert {role for _, role in meter.samples} == {"node", "answering"}
+        assert {role for _, role in meter.samples} == {"node", "api"}
         assert all(one.files > 0 and one.memory > 0 for kept in meter.samples.values() for one in kept)
     finally:
         process.stdin.close()

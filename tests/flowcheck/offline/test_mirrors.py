@@ -77,11 +77,11 @@ def test_what_is_not_unpacked_is_refused_by_name(tmp_path: Path) -> None:
     frames = []
     for time, frame in made.packets:
         outer = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 24 + len(frame) - 14, 0, 0, 9, 47, 0, bytes(4), bytes(4))
-        frames.append((time, frame[:14] + outer + b"\0\0\x08\0" + frame[14:]))  # GRE carrying IP: a routed copy
+        frames.append((time, frame[:14] + outer + b"\0\0\x80\xff" + frame[14:]))  # GRE carrying nobody knows what
     write_capture(tmp_path / "routed.pcap", frames)
     (tmp_path / "job.json").write_text(job.to_json())
     options = ReplayOptions([tmp_path / "routed.pcap"], tmp_path / "job.json", tmp_path / "out")
-    with pytest.raises(UserError, match="encapsulated: GRE carrying IP") as refused:
+    with pytest.raises(UserError, match="encapsulated: GRE carrying another protocol") as refused:
         replay(options, Console(quiet=True))
     assert str(len(frames)) in str(refused.value) and "ERSPAN" in refused.value.remedy
     assert not (tmp_path / "out").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from flowcheck.lab.synth.cli import synth, synth_job
 
 PCAPS = Path(__file__).resolve().parents[4] / "pcaps"
+GIVEN = "ring2-ll.job.json"  # older than what synth-job writes
 
 
 def commands() -> list[list[str]]:
@@ -24,6 +26,7 @@ def test_readme_remakes_every_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     app.command("synth")(synth)
     app.command("synth-job")(synth_job)
     monkeypatch.chdir(tmp_path)
+    shutil.copy(PCAPS / GIVEN, GIVEN)
     for arguments in commands():
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
