@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from updater.errors import ReplicaError
+from updater.errors import NoRoom, ReplicaError
 
 __all__ = ["BUILDING", "COMPLETE", "FREE", "MOST_REMARKS", "Array", "Store", "plan_arrays"]
 
@@ -398,4 +398,4 @@ def _new_file(path: Path, size: int) -> tuple[mmap.mmap, int, int]:
         return mmap.mmap(fd, size, mmap.MAP_SHARED), fd, size
     except OSError as error:
         os.close(fd)
-        raise ReplicaError(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None
+        raise NoRoom(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None

@@ -6,9 +6,9 @@
     baselines.flowcheck      the same while a node follows and publishes a version for every iteration
     baselines.flowcheck.hook the same against `baselines.mirror`: what is left without the copies
 
-Two ranks train the lab's GPT on one core; the node has the other. In the lab the switch is software on the trainers'
-core, so `mirror` is a cost of the lab and not of a cluster, where copies are the switch's work. Files go to the file
-system of TMPDIR. A round takes about a minute.
+Two ranks train the lab's GPT on one core; the node has the other. Checksums are sent as often as `attach` sends them.
+In the lab the switch is software on the trainers' core, so `mirror` is a cost of the lab and not of a cluster, where
+copies are the switch's work. Files go to the file system of TMPDIR. A round takes about a minute.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
 from flowcheck.lab.saving import SAVERS
 from flowcheck.lab.shape import FabricConfig
+from flowcheck.trainer.cadence import USUAL
 
 __all__ = ["run"]
 
@@ -40,7 +41,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     with (
         tempfile.TemporaryDirectory() as folder,
         Fabric(FabricConfig(name="fcbaselines", ranks=2, mirrored=((0,),))) as fabric,
-        LabRun(fabric, Path(folder), node_settings={"capture": {"ring_size": 1 << 16}}) as lab,
+        LabRun(fabric, Path(folder), checksums=USUAL, node_settings={"capture": {"ring_size": 1 << 16}}) as lab,
     ):
         arms: dict[str, Callable[[], float]] = {"none": partial(_plain, lab, job)}
         arms |= {f"{how}.every-{every}": partial(_plain, lab, job, (how, every)) for how in SAVERS for every in EVERY}

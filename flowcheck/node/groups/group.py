@@ -74,6 +74,7 @@ from flowcheck.node.versions.user_states import UserStates
 from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.version.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
+from flowcheck.rebuild.version.follower import StateTooLate
 from flowcheck.rebuild.version.records import RanksDiffer
 from flowcheck.rebuild.version.replica import JobReplica
 
@@ -504,10 +505,8 @@ class Group(Membership):
             self._take(session.state(iteration, parameters, state, message.groups, self.files.path()))
         except UserError as error:
             self.files.abandon(before)
-            if "cannot be reserved" in error.what:
+            if not isinstance(error, StateTooLate):
                 raise self._standing.no_room(error) from None
-            if "has passed" not in error.what:
-                raise
             self._asking.ask(error.what)
             return
         assert session.replica is not None

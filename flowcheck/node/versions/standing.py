@@ -19,6 +19,7 @@ from pathlib import Path
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.node.versions.replica_files import LeftoverReplica, ReplicaFiles
+from flowcheck.rebuild.version.replica import NoRoomForReplica
 
 __all__ = ["Standing"]
 
@@ -56,7 +57,7 @@ class Standing:
             self._removed(kept, f"run {job.run_id} has a verified version of its own")
 
     def no_room(self, error: UserError) -> UserError:
-        if "cannot be reserved" not in error.what:
+        if not isinstance(error, NoRoomForReplica):
             return error
         held = ", ".join(f"{kept.path} (run {kept.run_id}, step {kept.step})" for kept in self._files.found())
         others = ", ".join(map(str, self._files.of_others()))

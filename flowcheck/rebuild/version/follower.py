@@ -55,13 +55,17 @@ from flowcheck.rebuild.version.replica import JobReplica
 from flowcheck.rebuild.version.timekeeper import Timekeeper
 from updater.errors import UpdaterError
 
-__all__ = ["Follower"]
+__all__ = ["Follower", "StateTooLate"]
 
 RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
 RECORDS_BYTES = 1 << 30  # of their buffers, or as many as there are arenas
 LOOK_SECONDS = 0.001  # that an idle poll waits for the workers
 NOTHING_CAME = "while no packet came"
 NO_ROOM = "no slot of the replica is free: readers pin the others; gradients wait in their arenas"
+
+
+class StateTooLate(UserError):
+    """What a state is the state before has passed."""
 
 
 class Follower:
@@ -155,10 +159,10 @@ class Follower:
         self._hurries, self._coming = True, None
 
     def check(self, iteration: int) -> None:
-        """Raises UserError if a state before `iteration` is too late."""
+        """Raises StateTooLate if a state before `iteration` is."""
         if iteration < self.engine.oldest and self.engine.begun >= 0:
             number, passed = self.clock.number(iteration), self.clock.number(self.engine.oldest - 1)
-            raise UserError(f"the state before iteration {number} is here, and {passed} has passed")
+            raise StateTooLate(f"the state before iteration {number} is here, and {passed} has passed")
 
     def start(self, replica: JobReplica, iteration: int) -> None:
         """Go on from a version that waits for `iteration`. No other may have to be ended (settle)."""

@@ -30,7 +30,7 @@ from flowcheck.job.model import Job
 from flowcheck.rebuild.iteration.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
 from updater.arrays import needed
-from updater.errors import ReplicaError, UpdaterError
+from updater.errors import NoRoom, ReplicaError, UpdaterError
 from updater.found import describe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -40,7 +40,11 @@ from updater.sixteen import threads_matter
 from updater.step import StepValues
 from updater.verify import Comparison
 
-__all__ = ["JobReplica", "ReplicaOptions", "replica_bytes"]
+__all__ = ["JobReplica", "NoRoomForReplica", "ReplicaOptions", "replica_bytes"]
+
+
+class NoRoomForReplica(UserError):
+    """A replica needs more memory than is left."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,8 @@ class JobReplica:
                 threads=options.threads, unproven=self.unproven, start=options.start, **_kinds(job), **more,
             )
         except UpdaterError as error:
-            raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
+            kind = NoRoomForReplica if isinstance(error, NoRoom) else UserError
+            raise kind(str(error), where=str(self._init_path or "job manifest")) from None
 
     def _broadcast(self, engine: Engine) -> dict[str, torch.Tensor] | None:
         differ, offset, _ = engine.copies(None)

@@ -115,7 +115,7 @@ class FakeSession:
         self.calls.append(("state", iteration, parameters, state, groups))
         self.path = path
         if self.state_error is not None:
-            raise UserError(self.state_error)
+            raise self.state_error
         self.replica = FakeReplica()
         return []
 
@@ -123,7 +123,7 @@ class FakeSession:
         self.calls.append(("begin",))
         self.left = left
         if self.begin_error is not None:
-            raise UserError(self.begin_error)
+            raise self.begin_error
         if self.replica is None:
             self.path, self.replica = path(), FakeReplica()
         return []

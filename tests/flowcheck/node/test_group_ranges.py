@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from flowcheck.control.protocol import Flows, Joined, Manifest, Wanted
-from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.node.groups import state_requests as uploads
 from flowcheck.rebuild.version.events import Begun, CaughtUp, Closed, Lost, Resumed
+from flowcheck.rebuild.version.replica import NoRoomForReplica
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -164,7 +164,7 @@ def test_a_version_of_a_peer_is_a_first_one_and_has_a_line(scene, tmp_path) -> N
 
 def test_no_room_for_a_replica_is_said_to_the_rank_that_brought_the_job(scene, monkeypatch) -> None:
     def no_room(self: Any, path: Any, left: Any) -> Any:
-        raise UserError("12 MiB cannot be reserved: No space left on device")
+        raise NoRoomForReplica("12 MiB cannot be reserved: No space left on device")
 
     at = scene()
     peer = at.join(0)
@@ -177,7 +177,7 @@ def test_no_room_for_another_replica_sends_the_ranks_away(scene) -> None:
     at = scene()
     peer = at.follow(job())
     at.happens(Lost("tensor 'w' differs", withdrawn=True))
-    at.session.begin_error = "12 MiB cannot be reserved: No space left on device"
+    at.session.begin_error = NoRoomForReplica("12 MiB cannot be reserved: No space left on device")
     at.turn()
     assert "cannot be reserved" in peer.ended[0] and at.session.calls[-1] == ("close",) and at.group.plan is None
     assert "cannot be reserved" in at.events("problem")[0]["why"]

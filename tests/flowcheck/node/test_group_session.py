@@ -21,6 +21,8 @@ from flowcheck.node.groups.state_requests import Uploads
 from flowcheck.node.ports.silence import Silent
 from flowcheck.node.versions.user_states import ranks_in, user_folder
 from flowcheck.rebuild.version.events import Closed, Lost, Waiting
+from flowcheck.rebuild.version.follower import StateTooLate
+from flowcheck.rebuild.version.replica import NoRoomForReplica
 
 from ..hand_node import until
 from .group_scene import FakeReplica, Scene, left_behind, scenes, small_job
@@ -131,7 +133,7 @@ def test_a_state_comes_after_the_manifest(scene, tensors: dict[str, Any]) -> Non
 def test_a_state_that_is_too_late_is_asked_for_again(scene) -> None:
     at = scene()
     peer, other = at.follow(), at.join(1)
-    at.session.state_error = "the state before iteration 3 is here, and 4 has passed"
+    at.session.state_error = StateTooLate("the state before iteration 3 is here, and 4 has passed")
     at.give(peer, State(3), MODEL)
     wanted = Wanted(["state"], "the state before iteration 3 is here, and 4 has passed")
     assert peer.told[-1] == other.told[-1] == wanted and peer.ended == []
@@ -144,7 +146,7 @@ def test_a_state_that_is_too_late_is_asked_for_again(scene) -> None:
 def test_a_state_that_does_not_fit_is_refused(scene) -> None:
     at = scene()
     peer = at.follow()
-    at.session.state_error = "tensor 'layer0.bias' is missing"
+    at.session.state_error = UserError("tensor 'layer0.bias' is missing")
     at.give(peer, State(3), MODEL)
     assert peer.ended == ["tensor 'layer0.bias' is missing"] and not isinstance(peer.told[-1], Joined)
     assert at.events("state") == []
@@ -382,7 +384,7 @@ def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene, monke
     )
     at = scene()
     peer = at.follow()
-    at.session.state_error = "the state before iteration 3 is here, and 4 has passed"
+    at.session.state_error = StateTooLate("the state before iteration 3 is here, and 4 has passed")
     for _ in range(3):
         at.group.announce(peer.member, 3)
         at.turn()
@@ -490,7 +492,7 @@ def test_a_replica_without_room_names_those_that_are_kept(scene, tmp_path) -> No
     before = left_behind(tmp_path / "flowcheck-node--4.replica", "before", 400)
     at = scene()
     peer = at.follow()
-    at.session.state_error = "/dev/shm/x: 512 MiB cannot be reserved: No space left on device"
+    at.session.state_error = NoRoomForReplica("/dev/shm/x: 512 MiB cannot be reserved: No space left on device")
     at.give(peer, State(3), MODEL)
     assert str(before) in peer.ended[0] and "run before, step 400" in peer.ended[0] and before.exists()
 

@@ -10,6 +10,7 @@ import pytest
 from flowcheck.errors import UserError
 from flowcheck.node.versions.replica_files import LeftoverReplica
 from flowcheck.node.versions.standing import Standing
+from flowcheck.rebuild.version.replica import NoRoomForReplica
 
 from .group_scene import small_job
 
@@ -90,7 +91,7 @@ def test_a_run_that_is_settled_says_which_files_go() -> None:
                    " (run yesterday, step 7), /dev/shm/a-0.replica (run last week, step 9)"),
 ])
 def test_what_takes_the_room_is_named(kept: tuple[LeftoverReplica, ...], remedy: str) -> None:
-    error = UserError("1 GB cannot be reserved", where="replica.directory", remedy="a larger /dev/shm")
+    error = NoRoomForReplica("1 GB cannot be reserved", where="replica.directory", remedy="a larger /dev/shm")
     found = Scene(kept=kept).standing.no_room(error)
     assert (found.what, found.where, found.remedy) == (error.what, error.where, remedy)
 
@@ -99,7 +100,7 @@ def test_what_takes_the_room_is_named(kept: tuple[LeftoverReplica, ...], remedy:
 def test_what_groups_of_other_jobs_left_is_named(kept: tuple[LeftoverReplica, ...]) -> None:
     at = Scene(kept=kept)
     at.files.others = [Path("/dev/shm/b-1.replica"), Path("/dev/shm/c-4.replica")]
-    found = at.standing.no_room(UserError("1 GB cannot be reserved", remedy="a larger /dev/shm"))
+    found = at.standing.no_room(NoRoomForReplica("1 GB cannot be reserved", remedy="a larger /dev/shm"))
     assert found.remedy.startswith("more room on tmpfs, or fewer slots; ") and bool(kept) == ("a-1" in found.remedy)
     assert found.remedy.endswith("of other groups of this node, to remove by hand where their job is over:"
                                  " /dev/shm/b-1.replica, /dev/shm/c-4.replica")
