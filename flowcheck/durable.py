@@ -73,7 +73,7 @@ def new_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def reporting(
-    path: Path, remedy: str = "free space on that file system, or another directory", aside: Path | None = None
+    path: Path, remedy: str = "a path that can be written, or free space on that file system", aside: Path | None = None
 ) -> Iterator[None]:
     """Turn an OSError into EnvironmentProblem naming the file. aside: the name under which `path` is written first,
     which nobody asked for."""

@@ -3,10 +3,10 @@ node (tests/flowcheck/node/test_fuzz_records.py) takes hundreds in a second.
 
     python fuzz/ports.py [--inputs N] [--seed S] [--kind KIND]... [--minutes M]
 
-records    frames of streams.py through Link.receive, Link.payload and what control.py does with a payload, as long as
+records    frames of streams.py through Link.receive, Link.payload and what groups/control.py does with a payload, while
            the connection lives; a manifest becomes a job. Nothing but a refusal leaves the reader; what was read is
            one of the protocol's messages.
-requests   HTTP through the connection that answering.py gives uvicorn, on one end of a socket pair, to the API's
+requests   HTTP through the connection that api/worker.py gives uvicorn, on one end of a socket pair, to the API's
            application with a version in memory, one on disk, and a board. Each is followed by a sound request, so
            that what a reader takes for the body of another shows. Nobody gets anything but /healthz without a key;
            no answer is a fault of the node (5xx but for 503), no task of the event loop ends by an exception.
@@ -66,7 +66,7 @@ LEAK = 8 << 20  # bytes that a run may add, by regression
 SAMPLES = 200
 AT_ONCE = 64  # connections
 PATIENCE = 0.3  # seconds without an answer after which a client says that nothing more comes
-HANG = 60.0  # seconds until a connection must be over: the longest of answering.py's limits, and a busy machine
+HANG = 60.0  # seconds until a connection must be over: the longest of api/worker.py's limits, and a busy machine
 KEY = "k" * 64
 SOUND = f"GET {OPEN} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
 

@@ -25,7 +25,8 @@ REMEDIES = {
 
 
 class DpdkError(OSError):
-    """DPDK or the machine refused. `what` is the object and the action, `remedy` what to do about it."""
+    """DPDK or the machine refused. `what` is the object and the action, `said` the reason as well,
+    `remedy` what to do about it."""
 
     def __init__(self, code: int, what: str, remedy: str = "") -> None:
         self.what = what
@@ -33,6 +34,7 @@ class DpdkError(OSError):
         # DPDK has numbers of its own above the system's.
         reason = ffi.string(lib.rte_strerror(code)).decode() if code else ""
         text = f"{what}: {reason}" if reason else what
+        self.said = text
         self.message = f"{text}\n  needs: {self.remedy}" if self.remedy else text
         super().__init__(code, self.message)
 

@@ -447,7 +447,7 @@ def _answer(hello: Hello, challenge: Challenge, token: Known, where: str) -> str
     proofs = {one: _proof(one, hello.role, challenge.nonce, hello).encode() for one in tokens}
     known = [one for one, due in proofs.items() if hmac.compare_digest(shown, due)]
     if not known:
-        raise RecordsError("the token is wrong", where=where)
+        raise RecordsError("the token is wrong", where=where, remedy="token= or FLOWCHECK_TOKEN_FILE: this node's")
     if not 0 <= hello.rank < hello.ranks <= MOST_RANKS:
         raise MisfitError(f"rank {hello.rank} of {hello.ranks}", where=where)
     return _proof(known[0], "node", challenge.nonce, hello)

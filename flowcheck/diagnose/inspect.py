@@ -102,7 +102,7 @@ def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
             if source.error is not None:
                 raise source.error
     except DpdkError as exc:
-        raise EnvironmentProblem(exc.what, where=interface, remedy=exc.remedy) from exc
+        raise EnvironmentProblem(exc.said, where=interface, remedy=exc.remedy) from exc
     document = document_of([], survey.report())
     count, size = document["packets"]["total"], sum(flow["bytes"] for flow in document["flows"])
     document["captures"] = [

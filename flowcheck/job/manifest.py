@@ -38,7 +38,7 @@ def load_job(path: str | os.PathLike[str]) -> Job:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise UserError(
             f"cannot read the job manifest: {getattr(error, 'strerror', None) or error}", where=file,
-            remedy="give the path of an existing, readable JSON file with --job",
+            remedy="give the path of an existing, readable JSON file",
         ) from None
     if len(raw) > FILE_LIMIT:
         raise UserError(

@@ -8,7 +8,7 @@
 
 stdin: one line of JSON, its settings, because those may have a key in them; lines that follow are orders. It ends when
 stdin does. stdout: events, a line of JSON each, signs of life among them: one that hangs is killed and started anew
-(heartbeat.py). It shares files with the node and nothing else.
+(status/heartbeat.py). It shares files with the node and nothing else.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     with dpdk_errors(), Node(config, say) as node: node.wait()
 
-Order of starting: settings -> DPDK and captures, then rights are given back (rights.py) -> groups -> control port.
-Ending is the reverse: nobody new, then what is in the rings is judged and published, then captures and DPDK go. A node
-without a port: holder.py.
+Order of starting: settings -> DPDK and captures, then rights are given back (ports/rights.py) -> groups -> control
+port. Ending is the reverse: nobody new, then what is in the rings is judged and published, then captures and DPDK go. A
+node without a port: holder.py.
 """
 
 from __future__ import annotations

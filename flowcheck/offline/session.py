@@ -210,7 +210,8 @@ class ReplaySession:
         report.add_traffic(self.plan, self.engine, self.infos)
         report.iterations = with_late(self.plan, self.engine, report.iterations)
         if not report.iterations:
-            raise nothing_seen(self.follower, ", ".join(info.path for info in self.infos), options.job_name)
+            paths, notes = [info.path for info in self.infos], [note for info in self.infos for note in info.notes]
+            raise nothing_seen(self.follower, ", ".join(paths), options.job_name, notes)
         disagreements = self.engine.disagreements()
         report.notes += [describe_disagreement(self.plan, entry) for entry in disagreements[:8]]
         refused = self.follower.collector.refused(disagreements)

@@ -1,7 +1,7 @@
 """A replay in words: why it did not do all that was asked, and its report as a person reads it on a terminal.
 
     failure(report, follower)                  the first reason, which goes into the report
-    nothing_seen(follower, captures, job)      the error of captures that bring nothing of the job
+    nothing_seen(follower, captures, job, ...) the error of captures that bring nothing of the job
     print_summary(report, console)             one verdict first, then only what needs attention
 
 Nothing here is computed or decided; report.json has it all. Long lists are cut with a count of what was left out, and
@@ -9,6 +9,8 @@ file names are printed as they are (rich markup switched off).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -59,9 +61,9 @@ def failure(report: Report, follower: Follower, refused: str, ended: str) -> str
     return ended
 
 
-def nothing_seen(follower: Follower, captures: str, job: str) -> UserError:
+def nothing_seen(follower: Follower, captures: str, job: str, notes: Sequence[str] = ()) -> UserError:
     """The error of captures that bring no packet of the job's iterations: what was there instead, and what to do.
-    captures, job: what people call them."""
+    captures, job: what people call them. notes: what of the captures could not be read."""
     engine, plan = follower.engine, follower.plan
     if entries := engine.disagreements():
         return UserError(
@@ -71,12 +73,15 @@ def nothing_seen(follower: Follower, captures: str, job: str) -> UserError:
     there, drops = edges_with(plan, engine, "seen"), drops_of(plan, engine)
     silent = [flow_name(plan.job, edge) for edge in range(len(plan.job.flows)) if edge not in there]
     remedy = remedy_of(drops)
+    if not remedy and not silent and drops and "other_roce" not in drops:
+        remedy = "all connections of the job are there: capture longer, with whole iterations"
     if worst(drops) == "icrc":
         remedy += "; --no-icrc places them all the same and marks the result unproven"
     return UserError(
         f"no {'gradient' if plan.job.gradient_calls(0) else 'parameter'} packet of this job is in the captures"
         + (f"; never seen: {'; '.join(silent[:NAMED])}" if silent else "")
-        + f"; by what became of the packets: {', '.join(f'{name} {count}' for name, count in drops.items())}",
+        + f"; by what became of the packets: {', '.join(f'{name} {count}' for name, count in drops.items())}"
+        + "".join(f"; {note}" for note in notes),
         where=captures,
         remedy=remedy or "`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows",
     )

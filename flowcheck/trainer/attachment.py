@@ -12,8 +12,8 @@ model and optimizer; all ranks wait for that, at most `max_stall_s` seconds and 
 iteration goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at
 the next boundary, waiting as long. A node that asks for ranges of elements instead (ranges.py) gets them from any rank
 at its next boundary, before the record, and nobody waits. Of several nodes each is served as if it were the only
-one, but that none is waited for that is not connected. Of several parts (parts.py) each is followed as a group of the
-node's own (following.py); all of them have the same iterations.
+one, but that none is waited for that is not connected. Of several parts (describe/parts.py) each is followed as a group
+of the node's own (following.py); all of them have the same iterations.
 
 Training comes first: `step` never raises and, but for those uploads, never blocks. A node that is gone, slow or speaks
 nonsense makes the attachment say so (`state`, `why`, logger "flowcheck") and be tried again later. torch and the

@@ -5,9 +5,9 @@
         attachment.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-The factor that gradients were multiplied with is heard where torch clips, whoever calls it (hearing.py). The loss scale
-is heard where a GradScaler unscales this optimizer's gradients, or from the optimizer, which a scaler lets unscale them
-itself (fused). Whether a step was skipped is heard from the optimizer: one scaler may serve
+The factor that gradients were multiplied with is heard where torch clips, whoever calls it (describe/hearing.py). The
+loss scale is heard where a GradScaler unscales this optimizer's gradients, or from the optimizer, which a scaler lets
+unscale them itself (fused). Whether a step was skipped is heard from the optimizer: one scaler may serve
 several, and makes its scale smaller whichever of them overflowed. So nothing of torch's arithmetic has to be written
 again in a script. The training thread.
 """

@@ -38,8 +38,8 @@ MOST_NAMED = 100
 
 
 class Keeper:
-    """scheduler, scaler: with `state_dict`, or None. extra: says what modules give besides tensors (extra.py), by
-    part and entry. why: the newest boundary has no state, "": it has."""
+    """scheduler, scaler: with `state_dict`, or None. extra: says what modules give besides tensors (describe/extra.py),
+    by part and entry. why: the newest boundary has no state, "": it has."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None) -> None:
         for what, one in (("scheduler", scheduler), ("scaler", scaler)):

@@ -256,7 +256,7 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_aside(tmp_path):
         write_atomic(tmp_path / "a", bytes(101))
     assert str(caught.value) == (
         f"{tmp_path}/a: cannot be written: File too large\n"
-        "  remedy: free space on that file system, or another directory"
+        "  remedy: a path that can be written, or free space on that file system"
     )
     assert (tmp_path / "a").read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["a"]
     assert open_descriptors() == opened
@@ -316,7 +316,7 @@ def test_reporting_names_the_file_and_the_reason(tmp_path, error, what, where):
         with reporting(Path("/asked/for")):
             raise error
     assert (caught.value.what, caught.value.where) == (what, where)
-    assert caught.value.remedy == "free space on that file system, or another directory"
+    assert caught.value.remedy == "a path that can be written, or free space on that file system"
     assert caught.value.__suppress_context__
 
 

@@ -250,6 +250,33 @@ def dead_ends(page: str) -> list[str]:
     return lost
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_path_from_a_package_on_is_there_on_every_page(page: Path) -> None:
+    begins = ("dataplane/", "parser/", "updater/", "flowcheck/", "switch_configs/")
+    assert [name for name in dead_ends(page.read_text()) if name.startswith(begins)] == []
+
+
+#: Modules of others, and scripts that users have.
+FOREIGN = ("torch/", "megatron/", "pretrain_gpt.py", "script.py")
+
+
+def strays(source: Path) -> list[str]:
+    """Modules that a source names in words and that are nowhere in its package, by the end of their path."""
+    package = ROOT / source.relative_to(ROOT).parts[0]
+    named = set(re.findall(r"(?<![\w/.\-*])(?:\w+/)*[a-z]\w*\.py\b(?![(\w])", source.read_text()))
+    return sorted(
+        name for name in named
+        if not name.startswith(FOREIGN) and not (ROOT / name).is_file() and not any(package.rglob(name))
+    )
+
+
+def test_a_module_that_a_module_names_is_there() -> None:
+    """Nothing else would notice, in a comment, that a module has another name by now."""
+    sources = [path for room in ("node", "rebuild", "trainer") for path in (ROOT / "flowcheck" / room).rglob("*.py")]
+    assert len(sources) > 150
+    assert {str(source.relative_to(ROOT)): lost for source in sources if (lost := strays(source))} == {}
+
+
 def test_what_architecture_names_is_there() -> None:
     page = (ROOT / "docs/understand/architecture.md").read_text()
     assert dead_ends(page) == []

@@ -1,4 +1,4 @@
-"""The node's HTTP API in the words of OpenAPI 3.1, for whoever asks /openapi.json: api.py has the routes."""
+"""The node's HTTP API in the words of OpenAPI 3.1, for whoever asks /openapi.json: routes.py has the routes."""
 
 from __future__ import annotations
 

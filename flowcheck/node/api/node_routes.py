@@ -1,6 +1,6 @@
-"""Routes of the HTTP API about the node itself, answered from what it has put on its board (telling.py).
+"""Routes of the HTTP API about the node itself, answered from what it has put on its board (status/publisher.py).
 
-    GET /metrics        Prometheus' form, or OpenMetrics for who asks for it (metrics.py)
+    GET /metrics        Prometheus' form, or OpenMetrics for who asks for it (status/metrics.py)
     GET /v1/node        the document; to `Accept: text/event-stream` again and again, as server-sent events
     GET /               a page for people: operate/status.html, which draws what /v1/node says
 

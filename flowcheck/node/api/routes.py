@@ -4,7 +4,7 @@ nothing but /healthz, and with one what its role may have (`may`).
     GET /healthz                                   200: this process answers
     GET /openapi.json                              this, described
     GET /v1/status                                 newest version of each run, shard and tier; also of those that are
-                                                   not offered yet, and why (shadow.py)
+                                                   not offered yet, and why (versions/shadow.py)
     GET /v1/versions                               every version that can be had at this moment, and those others
     GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on, but with
                                                    `?release`, where nobody reads it besides; 503 with how far it
@@ -14,11 +14,11 @@ nothing but /healthz, and with one what its role may have (`may`).
     GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
     GET /v1/pieces                                 for other members of a group with parity: what this node has itself,
     GET /v1/pieces/{id}/stream.bin                 versions in memory, copies, on disk; streams of parity
-    GET /, /metrics, /v1/node                      how the node itself is: told.py
+    GET /, /metrics, /v1/node                      how the node itself is: node_routes.py
 
 A browser cannot show a key by itself. It asks the user for name and password (HTTP Basic), and the key is the password.
 
-An ASGI application (Starlette); serving.py runs it. Files are read on one thread for each tier, so a disk that hangs
+An ASGI application (Starlette); supervisor.py runs it. Files are read on one thread for each tier, so a disk that hangs
 holds up the disk's versions alone, and nothing is read faster than it is sent.
 """
 

@@ -1,4 +1,4 @@
-"""The process that answers a node's HTTP API: python -P -m flowcheck.node.api.worker, started by serving.py.
+"""The process that answers a node's HTTP API: python -P -m flowcheck.node.api.worker, started by supervisor.py.
 
 stdin: one line of JSON, its settings; then a line each time keys or certificate have changed; it ends when stdin does.
 No DPDK, nothing of the capture: files, and what the node puts on its board.

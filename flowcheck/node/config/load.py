@@ -80,7 +80,7 @@ def _key(error: Mapping[str, Any], several: bool) -> str:
 def _said(error: Mapping[str, Any]) -> str:
     """What is wrong with one key; of one that does not exist, which one is meant."""
     if error["type"] != "extra_forbidden":
-        return str(error["msg"])
+        return str(error["msg"]).removeprefix("Value error, ")
     *table, key = (str(part) for part in error["loc"] if isinstance(part, str))
     keys = _keys(table[0]) if table else NodeConfig.model_fields
     close = difflib.get_close_matches(key, keys, 1)

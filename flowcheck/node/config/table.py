@@ -19,7 +19,7 @@ __all__ = [
 
 MOST_BYTES = 1 << 20
 NOWHERE = "127.0.0.1:0"  # of a node that nobody speaks to
-SLOWEST = 8  # MiB a second, of a pull: a source lets one go that is slower than half of that (holdings.py)
+SLOWEST = 8  # MiB a second, of a pull: a source lets one go that is slower than half of that (versions/holdings.py)
 
 
 class Table(BaseModel):

@@ -190,7 +190,7 @@ class Gate:
             self._drop(one, error.what)
             self._office.misfit(one.peer, error.what)
         except RecordsError as error:
-            self._refuse(one, error.what)
+            self._refuse(one, error.what, error.remedy)
         except Exception as error:  # whatever one has sent: the others go on, and new ones come in
             self._drop(one)
             self._unserved(error)
@@ -198,8 +198,9 @@ class Gate:
             if hello is not None:
                 self._admit(one, hello)
 
-    def _refuse(self, one: _Stranger, why: str) -> None:
-        self._drop(one, why)
+    def _refuse(self, one: _Stranger, why: str, remedy: str = "") -> None:
+        """remedy: for who has come, and not for who reads the node's events."""
+        self._drop(one, f"{why}; remedy: {remedy}" if remedy else why)
         self._office.stranger(one.peer, why)
 
     def _drop(self, one: _Stranger, why: str = "") -> None:

@@ -1,6 +1,6 @@
 """The node's control port: trainers come in, prove that they know the token, and their messages go to their group.
-Peers come in the same way, and are answered from its shelf (shelf.py). Other nodes of a job say which versions they
-have, and hear which are here (common.py).
+Peers come in the same way, and are answered from its shelf (peers/shelf.py). Other nodes of a job say which versions
+they have, and hear which are here (peers/common_step.py).
 
 A connection that is not yet known has no thread of its own, and may send 4 KB within five seconds (doors/gate.py).
 Known ones have a reader and a writer each, and there are at most `connections` of them, whatever strangers do: those

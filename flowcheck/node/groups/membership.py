@@ -52,7 +52,9 @@ class Membership:
         """
         with self._lock:
             if self.run is not None and self.run != run and self.members:
-                return f"run {self.run[0]!r}, epoch {self.run[1]}, {self.run[2]} ranks, is attached here"
+                name, epoch, ranks = self.run
+                return (f"run {name!r}, epoch {epoch}, {ranks} ranks, is attached here, and this is {run[0]!r},"
+                        f" {run[1]}, {run[2]}; remedy: the same on all ranks; for another job attach(group=...)")
             if member.rank in self.members:
                 return f"rank {member.rank} is attached already"
             before: list[RankSession] = []

@@ -97,7 +97,7 @@ class Peering:
         return WithPeers(self.shelf, peers, clock)
 
     def versions(self, start: str) -> CatchUp | None:
-        """start: of the trainers (runs.py), "": they do not say it. None: nobody could be asked."""
+        """start: of the trainers (versions/runs.py), "": they do not say it. None: nobody could be asked."""
         addresses = self._settings.version_addresses
         if not addresses or not start:
             return None

@@ -4,7 +4,7 @@
     neighbours.start();  neighbours.close()
 
 A thread for each of them. It connects as a peer, proves that it knows the token, and says what this node has whenever
-that has changed, and every BEAT_SECONDS; each time the other one answers with what it has (common.py). One that is
+that has changed, and every BEAT_SECONDS; each time the other one answers with what it has (common_step.py). One that is
 gone, slow, or says something else is let go, named once (`absent`), and tried again every PAUSE_SECONDS; no other
 thread ever waits for one of these.
 """

@@ -62,7 +62,7 @@ def plan_captures(config: NodeConfig, root: Path = Path("/")) -> list[PlannedCap
                 streams=tuple(range(stream, stream + settings.queues)),
             )
         except DpdkError as error:
-            raise EnvironmentProblem(error.what, where=table, remedy=error.remedy) from None
+            raise EnvironmentProblem(error.said, where=table, remedy=error.remedy) from None
         except ValueError as error:
             if isinstance(error, UserError):
                 raise

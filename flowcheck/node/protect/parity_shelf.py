@@ -207,8 +207,8 @@ class _Made(Held):
 
 
 class Placed:
-    """path: of the last decision, which the process that sits in the registry leaves there (seat.py). name: of this
-    node. One thread."""
+    """path: of the last decision, which the process that sits in the registry leaves there (registry_member.py). name:
+    of this node. One thread."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name

@@ -2,7 +2,7 @@
 
     sit(settings, path, held, streams, take, node, keys, say, ending)      until `ending` is set
 
-It belongs to the process that keeps copies (copier.py). What takes longer than a lease may, asking other nodes, is done
+It belongs to the process that keeps copies (worker.py). What takes longer than a lease may, asking other nodes, is done
 on a thread of its own.
 """
 

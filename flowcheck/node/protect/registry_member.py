@@ -23,9 +23,9 @@ A registry that is gone, slow or split changes nothing: the last decision holds,
 again meanwhile, because it keeps it in a file. That is said once, and once more when the registry is back. A registry
 that came back empty has nothing newer to say either.
 
-With parity the root also names the group (grouping.py), as soon as a job is followed as the code needs it, for longer
-than `grace`. Of a group that holds only places change whose member is gone: a replacement takes them as it takes those
-of copies, and where there is none, another member takes a stream of parity.
+With parity the root also names the group (placement_groups.py), as soon as a job is followed as the code needs it, for
+longer than `grace`. Of a group that holds only places change whose member is gone: a replacement takes them as it takes
+those of copies, and where there is none, another member takes a stream of parity.
 """
 
 from __future__ import annotations

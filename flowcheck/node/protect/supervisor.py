@@ -1,9 +1,9 @@
-"""The process that keeps copies of other nodes' versions: started, watched and ended by the node (beside.py).
+"""The process that keeps copies of other nodes' versions: started, watched and ended by the node (child.py).
 
     copying = Copying(config, key, address, say)      key: that this node shows to others; address: of its own API
     copying.tell(key)                                 another one from now on
 
-It has the cores that no capture is pinned to, at a lower priority. The process itself: copier.py.
+It has the cores that no capture is pinned to, at a lower priority. The process itself: worker.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The process that keeps copies of other nodes' versions: python -P -m flowcheck.node.protect.worker (copying.py).
+"""The process that keeps copies of other nodes' versions: python -P -m flowcheck.node.protect.worker (supervisor.py).
 
 stdin: one line of JSON, its settings; a line with another `key` changes what it shows; it ends when stdin does. With a
-registry a thread asks that each second whose copies are kept here (sitting.py), and all else goes on without it.
+registry a thread asks that each second whose copies are kept here (registry_loop.py), and all else goes on without it.
 stdout: events, a line of JSON each. Each source has a thread, which looks at what that node has, and takes the newest
 step that is a multiple of `every`, of the run that the node follows now. A step that is one gives all holders, and the
 nodes' own checkpoints, steps in common. A source that hangs, lies or is gone holds up nobody else, and what was copied
@@ -10,10 +10,10 @@ of it stays.
     DIRECTORY/SOURCE/RUN/epoch-E/step-N          a checkpoint directory each, whole or not there (checkpoint/copies.py)
 
 In a group with parity a node keeps copies of its own versions so, which the holders of parity encode: a thread of a
-holder makes rounds (rounds.py). Who is what is in the settings, or the registry says it.
+holder makes rounds (parity_rounds.py). Who is what is in the settings, or the registry says it.
 
 Of each group of a source the `keep` copies that came last stay, whatever run they are of. An older one goes when a
-newer one is whole, and not before; one of a step that is frozen after a loss (seat.py) when that is over.
+newer one is whole, and not before; one of a step that is frozen after a loss (registry_member.py) when that is over.
 
 All pulls of versions together read no more bytes a second than the settings say. What is made for who asks is no pull.
 """

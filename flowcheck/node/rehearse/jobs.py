@@ -3,8 +3,8 @@
     followed = Followed(plan)
     follow(config, planned, sources, [followed, ...], seconds, look)
 
-The packets take a node's own way: placing threads for all jobs, engine, arenas, evidence, verdict (live.py). What a
-verdict says of the gradients is what is kept; step records do not come, and are not missed.
+The packets take a node's own way: placing threads for all jobs, engine, arenas, evidence, verdict (groups/session.py).
+What a verdict says of the gradients is what is kept; step records do not come, and are not missed.
 """
 
 from __future__ import annotations

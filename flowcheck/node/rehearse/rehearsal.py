@@ -3,12 +3,12 @@
     load node.toml -> open its captures, as the node does
       -> observe every packet (parser.observer)                          what comes, and what does not
       -> with jobs: follow them on the node's own placing threads        which iterations would be complete, how soon
-      -> questions and their answers (rehearsal_report.py) -> text or JSON
+      -> questions and their answers (report.py) -> text or JSON
 
 Without jobs all of the time is for the first look; with them each has a half, because a ring has one reader. The job's
-packets take the way that they take in a node: plan, engine, arenas, evidence, verdict (live.py). There is no replica,
-and nobody is asked for anything: no control port, no trainer, no file is opened but the settings and the jobs, and
-nothing is written, sent or remembered.
+packets take the way that they take in a node: plan, engine, arenas, evidence, verdict (groups/session.py). There is no
+replica, and nobody is asked for anything: no control port, no trainer, no file is opened but the settings and the jobs,
+and nothing is written, sent or remembered.
 
 The observer looks at one packet after the other, on one thread, so it is slower than the node: what its rings drop
 meanwhile is said, and not taken for a loss of the mirror.

@@ -1,4 +1,4 @@
-"""A node's metrics in Prometheus' form, made of the document that the node puts on its board (telling.py).
+"""A node's metrics in Prometheus' form, made of the document that the node puts on its board (publisher.py).
 
     text, kind = exposition(document, accept)      accept: the header of the request
     METRICS                                        what there is; docs/reference/metrics.md says it in the same words

@@ -1,4 +1,4 @@
-"""Versions in a store, as a node offers them: after those in its memory and on its disk (holdings.py).
+"""Versions in a store, as a node offers them: after those in its memory and on its disk (versions/holdings.py).
 
     shelf = StoreShelf(url, lambda: open_store(url, options))
 

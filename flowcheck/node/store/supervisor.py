@@ -1,9 +1,9 @@
-"""The process that writes versions to a store: started, watched and ended by the node (beside.py).
+"""The process that writes versions to a store: started, watched and ended by the node (child.py).
 
     storing = Storing(config, say)      in the node
     check_store(config)                 for --check: may be waited for
 
-It has the cores that no capture is pinned to, at a lower priority. The process itself: persisting.py.
+It has the cores that no capture is pinned to, at a lower priority. The process itself: worker.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process that writes a node's versions to its store: python -P -m flowcheck.node.store.worker (storing.py).
+"""The process that writes a node's versions to its store: python -P -m flowcheck.node.store.worker (supervisor.py).
 
 stdin: one line of JSON, its settings; it ends when stdin does. stdout: events, a line of JSON each. It looks into the
 replica files many times a second, pins what is due and uploads it on a thread of the group's own, so whatever a store

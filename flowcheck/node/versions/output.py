@@ -1,4 +1,4 @@
-"""What a node writes of its versions: hashes of every one, and checkpoints on disk. Its events: saying.py.
+"""What a node writes of its versions: hashes of every one, and checkpoints on disk. Its events: status/event_log.py.
 
 Hashes are written on the thread that publishes (they are a harness for the lab), checkpoints by a thread for each
 group: while one is being written the next ones of that group that are due are skipped and said so. Files are appended
@@ -37,7 +37,7 @@ END_SECONDS = 60.0  # that checkpoints have to end, when the node does; service 
 
 
 class Versions(Protocol):
-    """What has a current version that can be written: a replica, or parameters alone (unattended.py)."""
+    """What has a current version that can be written: a replica, or parameters alone (groups/unattended.py)."""
 
     @property
     def step(self) -> int: ...

@@ -1,6 +1,6 @@
 """Shadow mode: versions that are made and seen, and not offered before enough of the trainer's checksums have matched.
 
-    withheld(offer, needs)                  why a version is not offered for recovery, "": it is (holdings.py, api.py)
+    withheld(offer, needs)                  why a version is not offered for recovery, "": it is (api/routes.py)
     shadow = Shadow(needs, say)             of one group
     shadow.begins(run_id)                   a job is followed: how many have matched in this run before
     shadow.published(run_id, matches)       of each version; says so when none is offered yet, and when that is over

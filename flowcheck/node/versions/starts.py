@@ -2,7 +2,7 @@
 
     seen = versions_here(config, run_id)            versions of a run in files of this node
     given = starts.decide(coming, seen)             its epoch, for all groups of that start alike
-    starts.said(), starts.hear(node, have)          what nodes tell each other of that, among their steps (common.py)
+    starts.said(), starts.hear(node, have)          what nodes tell each other of that, among steps (common_step.py)
 
 A start that goes on from an older version under the same run and epoch makes steps anew that lie here already. Both
 lines in one epoch would share folders, and whoever asks for the newest step would be given the line that was left. So

@@ -7,7 +7,7 @@ Causes of missing elements, the first that applies:
 
     disagreed      two copies of them came that differ, both with a right ICRC, or a peer's differs from what is here:
                    nobody knows which is the trainer's
-    overload       their iteration was given up, because the node had no room for it (overload.py)
+    overload       their iteration was given up, because the node had no room for it (version/overload.py)
     not_mirrored   no connection seen in the captures carries them reduced
     icrc           their packet came with a wrong ICRC
     unanchored     their packet came, but no anchors before and after it agreed, or its connection lost its place

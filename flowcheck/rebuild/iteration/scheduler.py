@@ -8,9 +8,9 @@
 A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
 iteration may close as soon as every stream is past it (or ended) and nothing of it is missing. One with gaps
 stays open for late packets until none can come any more (holes.py), or its arena is needed: then every stream is
-past it, ended, or blocked itself. Iterations that are given up (overload.py) take no arena: nothing waits for them,
-and one closes when every stream is past it, or so far ahead that it would be blocked otherwise. Iterations that no
-stream saw anything of, because the mirror was down, close one by one too; after a very long outage all but the last
+past it, ended, or blocked itself. Iterations that are given up (version/overload.py) take no arena: nothing waits for
+them, and one closes when every stream is past it, or so far ahead that it would be blocked otherwise. Iterations that
+no stream saw anything of, because the mirror was down, close one by one too; after a very long outage all but the last
 of them are skipped. A stream that is ahead waits for the others, so the slowest can always go on and nothing
 dead-locks. A live stream that has brought no data of the job holds nothing up: its port, or its queue, may be for
 other jobs alone.

@@ -31,13 +31,13 @@ class Closed(Event):
     """One iteration as it went by. Counts are of packets, since the iteration before closed.
 
     published: its verdict stands, and so does the version that was built with it. status: of the versions, then.
-    missing: elements by cause. final: by which sign they are missing for good (holes.py). healed: packets that some
-        stream or connection lacked although nothing is missing.
+    missing: elements by cause. final: by which sign they are missing for good (iteration/holes.py). healed: packets
+    that some stream or connection lacked although nothing is missing.
     lag: iterations of which records have come and no version is published.
     updates, rebuilt: how the version was built (building.py:Built); "" and 0 where none was.
     patched: elements of its version that are the trainer's own, sent by it. stale: that still wait for that.
     why: (clause, reason) of what failed; without the step record where none was waited for.
-    filled: cells of 8 bytes by the source that brought them (merger.py).
+    filled: cells of 8 bytes by the source that brought them (iteration/merger.py).
     unproven: what the verdict rests on and nothing has shown.
     sampled: tensors of its version of which the trainer's record had some elements, all of them equal.
     judged: all that is known. The bytes of its buckets lie in the arena until the next event is asked for, and where
@@ -221,7 +221,7 @@ class Behind(Event):
 
     late: nanoseconds by which the version of `iteration` is late by now. in_a_row: how many versions before were late.
     left: iterations until there is no room for another, as it looks now; None: it does not get worse.
-    stage: what takes longest (deadline.py); "rings": packets wait to be placed."""
+    stage: what takes longest (iteration/deadline.py); "rings": packets wait to be placed."""
 
     iteration: int
     late: int

@@ -2,10 +2,11 @@
 
     follower = HealedFollower(plan, sources, names, policy, ..., peers=peers)
 
-Once an iteration may close although something is missing, nothing more comes over the streams (holes.py). Then it stays
-open until every peer has answered, or their time is over: polled, and never waited for. Streams may still place into it
-meanwhile. What was given is placed when it has closed (given.py), and what nobody has goes on to the trainers
-(going_on.py). Peers are asked only for the iteration that the version waits for, and not for one that was given up.
+Once an iteration may close although something is missing, nothing more comes over the streams (iteration/holes.py).
+Then it stays open until every peer has answered, or their time is over: polled, and never waited for. Streams may still
+place into it meanwhile. What was given is placed when it has closed (iteration/given.py), and what nobody has goes on
+to the trainers (going_on.py). Peers are asked only for the iteration that the version waits for, and not for one that
+was given up.
 
 A version that holds what peers gave is `unverified` and marked, and so are those after it until a checksum of the
 trainer has matched: an engine has checked these bytes, but not this one.

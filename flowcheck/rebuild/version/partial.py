@@ -143,7 +143,7 @@ class Partial:
 
     def trusted(self, sums: Mapping[str, int]) -> dict[str, int]:
         """Those of a trainer's sums that can be compared: of entries of which nothing is stale."""
-        stale = self.stale.names | self.absent
+        stale = self._doubtful()
         if not stale:
             return dict(sums)
         owner = {state_name(name, key): name for name in self._optimized for key in KEYS}
@@ -152,8 +152,16 @@ class Partial:
 
     def trusts(self) -> Callable[[str], bool]:
         """May the tensors of an entry be compared? Nothing of it is stale."""
-        stale = self.stale.names | self.absent
+        stale = self._doubtful()
         return lambda entry: entry not in stale
+
+    def _doubtful(self) -> set[str]:
+        """Entries that wait for a trainer. One without elements is never asked for; its count of steps comes with any
+        patch, so it waits as long as anything does."""
+        waiting = set(self.stale.names)
+        if waiting:
+            waiting |= {name for name in self._optimized if not self._sizes[name]}
+        return waiting | self.absent
 
     # -- asking --
 

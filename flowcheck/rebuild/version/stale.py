@@ -6,8 +6,8 @@
     stale.oldest(budget, but)    what to ask for now: (entry, first element, elements), the longest waiting first
     deal(ranges, cost, shares)   the same elements in so many parts of about the same bytes
 
-Runs are as in intervals.py. An element that becomes stale again keeps its place in the order. Memory and time grow with
-what was lost, never with the size of the model: a whole entry is one run.
+Runs are as in iteration/intervals.py. An element that becomes stale again keeps its place in the order. Memory and time
+grow with what was lost, never with the size of the model: a whole entry is one run.
 """
 
 from __future__ import annotations

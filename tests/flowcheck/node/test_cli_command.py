@@ -368,7 +368,7 @@ def test_a_check_refuses_after_it_has_printed(
 @pytest.mark.parametrize(("capture", "status", "said"), [
     ('device = "ring"\nqueues = 2\ncores = [1, 1]', 2, "capture.cores: 1 is given twice"),
     ('device = "ring"\ndump = "dma"\nengines = ["0000:00:00.7"]', 3, "capture.engines: this machine has no DMA engine"),
-    ('device = "af_packet:flowcheck9"', 3, "capture: interface flowcheck9"),
+    ('device = "af_packet:flowcheck9"', 3, "capture: interface flowcheck9: No such device"),
     ('device = "eth0"', 2, "capture: 'eth0' is not a capture device"),
     ('device = "ring"\npath_mtu = 4096\ndump = "hold"\nring_mb = 1', 2, "capture.ring_mb: 1 MiB hold no ring"),
 ])

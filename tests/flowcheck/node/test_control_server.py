@@ -204,7 +204,7 @@ def test_a_peer_of_a_group_that_is_not_there(port: Callable[..., Port]) -> None:
 
 def test_a_wrong_token_is_told_and_noted(port: Callable[..., Port]) -> None:
     one = port()
-    with pytest.raises(RecordsError, match="refused: the token is wrong"):
+    with pytest.raises(RecordsError, match=r"refused: the token is wrong; remedy: .*FLOWCHECK_TOKEN_FILE"):
         one.attach(token=b"another token of the tests")
     event, fields = one.events.get(timeout=60)
     assert (event, fields["why"]) == ("connection", "the token is wrong")

@@ -73,7 +73,7 @@ def evil() -> Iterator[Listener]:
 
 
 class Holder:
-    """A holder's thread in the registry and its copies, as copier.py has them."""
+    """A holder's thread in the registry and its copies, as protect/worker.py has them."""
 
     def __init__(self, server: EtcdServer, folder: Path, stack: contextlib.ExitStack) -> None:
         self.said: list[tuple[str, dict[str, Any]]] = []

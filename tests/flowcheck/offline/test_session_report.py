@@ -200,6 +200,13 @@ def test_at_most_four_silent_connections_are_named(begin: Begin) -> None:
     assert str(nothing(replayed)).count("channel") == 4  # of six
 
 
+def test_connections_without_gradients_are_not_to_be_written_anew(begin: Begin) -> None:
+    """The manifest names what is there: a capture that was cut is what lacks them."""
+    replayed = begin()
+    replayed.engine.counts = [{"released": (1, 1), "control": (5, 1)}]
+    assert "capture longer" in nothing(replayed).remedy
+
+
 def test_nothing_seen_of_parameters(begin: Begin) -> None:
     assert "no parameter packet of this job" in str(nothing(begin(sharded_job())))
 

@@ -350,3 +350,14 @@ def test_sums_are_compared_of_entries_of_which_nothing_is_stale() -> None:
     assert partial.trusted(sums) == sums
     partial.lost(1, coverage(made, 1, [(0, 70)], [(0, 29)]))
     assert partial.trusted(sums) == {"layer1.weight": 3, "layer1.bias": 4, "optimizer.layer1.bias.step": 6}
+
+
+def test_the_count_of_steps_of_an_entry_without_elements_waits_for_a_patch_too() -> None:
+    """A shard may have nothing of a parameter: no range asks for it, and a job that goes on has another count of it."""
+    made = plan()
+    made.job.model[3].shape = [0]
+    partial = Partial(made)
+    sums = {"layer1.weight": 3, "optimizer.layer1.bias.step": 6}
+    assert partial.trusted(sums) == sums and partial.trusts()("layer1.bias")
+    partial.lost(1, coverage(made, 1, [(0, 70)], [(0, 29)]))
+    assert partial.trusted(sums) == {"layer1.weight": 3} and not partial.trusts()("layer1.bias")
