@@ -4,19 +4,11 @@
     serving.address, serving.look()            where; again and again
     serving.tell(keys)                         other keys, or another certificate, from the next connection on
 
-<<<<<<< HEAD
-It shares nothing with the node but files, and a board that it can only read (board.py). What it does, and however it
-ends, holds up no capture. It has the cores that no capture is pinned to, at a lower priority. The node keeps the
-listening socket, so a process that died is replaced without a connection being refused. So is one that hangs: it gives
-signs of life (heartbeat.py). The key comes over stdin: neither arguments nor environment show it. The process itself:
-worker.py.
-=======
 It shares nothing with the node but files, and a board that it can only read (status/board.py). What it does, and
 however it ends, holds up no capture. It has the cores that no capture is pinned to, at a lower priority. The node keeps
 the listening socket, so a process that died is replaced without a connection being refused. So is one that hangs: it
 gives signs of life (status/heartbeat.py). The key comes over stdin: neither arguments nor environment show it. The
 process itself: worker.py.
->>>>>>> day
 """
 
 from __future__ import annotations
