@@ -34,7 +34,6 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
 from flowcheck.lab.trainer import INSTANTS
-from flowcheck.node.child import PROCESSES
 
 __all__ = ["SETTINGS", "Plan", "Report", "Sample", "Trend", "account", "soak", "trend"]
 
@@ -145,7 +144,7 @@ def _children(pid: int) -> list[tuple[int, str]]:
             for child in map(int, task.read_text().split()):
                 words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
                 modules = [word.decode() for word in words if word.startswith(b"flowcheck.")]
-                found += [(child, PROCESSES.get(module, module.rpartition(".")[2])) for module in modules]
+                found += [(child, module.removesuffix(".worker").rpartition(".")[2]) for module in modules]
         except OSError:
             continue  # it has ended
     return found

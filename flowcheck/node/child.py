@@ -43,6 +43,7 @@ class Beside:
 
     def __init__(self, module: str, what: str, settings: Mapping[str, Any], say: Callable[..., None]) -> None:
         self._module, self._what, self._settings, self._say = module, what, dict(settings), say
+        self._name = PROCESSES.get(module, module.rpartition(".")[2])
         self._pause, self._began, self._text = FIRST_PAUSE, time.monotonic(), b""
         self._process: subprocess.Popen[bytes] | None = None
         self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a file system
@@ -64,7 +65,7 @@ class Beside:
         if (status := process.poll()) is not None:
             self._read(process)
             _let_go(process)
-            self._process, self._text, self._down = None, b"", PROCESSES[self._module]
+            self._process, self._text, self._down = None, b"", self._name
             self._say("problem", process=self._down, cause="ended", why="the process that"
                       f" {self._what} {ended(status)}; it is started anew in {self._pause:g} s")
             self._began = time.monotonic()
@@ -72,7 +73,7 @@ class Beside:
             process.kill()
             self._left.append(process)
             _let_go(process)
-            self._process, self._text, self._down = None, b"", PROCESSES[self._module]
+            self._process, self._text, self._down = None, b"", self._name
             self._say("problem", process=self._down, cause="hung", why="the process that"
                       f" {self._what} hangs: {why}; it was killed, and is started anew in {self._pause:g} s")
             self._began = time.monotonic()
@@ -84,7 +85,7 @@ class Beside:
             self._process = start(self._module, self._settings)
             self._pulse = Pulse(self._process.pid)
         except OSError as error:
-            self._down = PROCESSES[self._module]
+            self._down = self._name
             if not self._refused:
                 self._say("problem", why=f"the process that {self._what} cannot be started:"
                           f" {error.strerror or error}; it is tried again and again", about=self._down)

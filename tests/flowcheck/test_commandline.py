@@ -74,7 +74,8 @@ def test_replay_prints_its_report(tmp_path: Path) -> None:
 
 
 def test_learn_prints_what_it_learnt(tmp_path: Path) -> None:
-    out, errors = started("learn", CAPTURE, "--out", str(tmp_path / "job.json"), "--json").communicate(timeout=120)
+    arguments = "learn", str(ROOT / "pcaps" / "ring2-ddp.pcap"), "--out", str(tmp_path / "job.json"), "--json"
+    out, errors = started(*arguments).communicate(timeout=120)
     said = json.loads(out)
     assert errors == "" and said["schema"] == "flowcheck-learn/1" and said["manifest"] == str(tmp_path / "job.json")
     assert {"flows", "calls", "check"} <= {item["what"] for item in said["items"]}

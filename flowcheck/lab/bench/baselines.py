@@ -26,13 +26,13 @@ from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
 from flowcheck.lab.saving import SAVERS
 from flowcheck.lab.shape import FabricConfig
-from flowcheck.trainer.cadence import USUAL
 
 __all__ = ["run"]
 
 SETTLING = 5  # first iterations of an arm; DDP's second bucket layout is among them
 TIMED = 20
 EVERY = (1, 10)
+CHECKSUMS = 100  # iterations from one with them to the next, as trainer/cadence.py begins
 
 
 def run(rounds: int, ring_bytes: int) -> list[Row]:
@@ -41,7 +41,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     with (
         tempfile.TemporaryDirectory() as folder,
         Fabric(FabricConfig(name="fcbaselines", ranks=2, mirrored=((0,),))) as fabric,
-        LabRun(fabric, Path(folder), checksums=USUAL, node_settings={"capture": {"ring_size": 1 << 16}}) as lab,
+        LabRun(fabric, Path(folder), checksums=CHECKSUMS, node_settings={"capture": {"ring_size": 1 << 16}}) as lab,
     ):
         arms: dict[str, Callable[[], float]] = {"none": partial(_plain, lab, job)}
         arms |= {f"{how}.every-{every}": partial(_plain, lab, job, (how, every)) for how in SAVERS for every in EVERY}

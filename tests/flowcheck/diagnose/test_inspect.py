@@ -163,7 +163,7 @@ def test_own_captures(path: Path) -> None:
     found = machine(path)
     assert found["packets"]["roce"] > 0
     assert {c["is"] for c in found["connections"]} == {"NCCL"}
-    expected = {"LL"} if "-ll" in path.name else {"SIMPLE"}
+    expected = {"SIMPLE"} if "-simple" in path.name else {"LL"}
     names = {found["flows"][c["data_flow"]]["protocol"]["name"] for c in found["connections"]}
     assert names == expected
 

@@ -59,6 +59,7 @@ def test_what_one_mirror_loses_its_peer_has(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_peer_that_hangs_and_one_that_was_killed_cost_a_moment(tmp_path: Path) -> None:
     """What it does not give the trainer gives, and every version that is published is equal."""
     wire = Impairment("mirror0", way="from", drop=0.01, seed=3)

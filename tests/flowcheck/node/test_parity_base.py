@@ -113,6 +113,7 @@ def journaling(scene: Scene) -> Iterator[Journaling]:
     one.close(LONGEST)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("journaling")
 def test_a_lost_shard_comes_back_at_a_step_between_two_rounds(scene: Scene) -> None:
     for _ in range(2):

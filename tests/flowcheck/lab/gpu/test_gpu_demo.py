@@ -83,6 +83,7 @@ def test_the_loopback_is_taken_without_namespaces(monkeypatch: pytest.MonkeyPatc
         assert "CAP_NET_RAW" in problem.remedy
 
 
+@pytest.mark.slow
 def test_the_first_difference_is_named(
     place: Place, library: Path, compiled: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
