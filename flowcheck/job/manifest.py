@@ -27,8 +27,8 @@ __all__ = ["job_from_dict", "json_schema", "load_job"]
 FILE_LIMIT = 1 << 28
 
 
-def load_job(path: str | os.PathLike[str]) -> Job:
-    """Read and validate a manifest. Raises UserError."""
+def load_job(path: str | os.PathLike[str], *, named: str = "--job") -> Job:
+    """Read and validate a manifest. named: what names it, for a remedy. Raises UserError."""
     file = os.fsdecode(path)
     try:
         if Path(path).is_fifo():  # would be waited for
@@ -38,12 +38,12 @@ def load_job(path: str | os.PathLike[str]) -> Job:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise UserError(
             f"cannot read the job manifest: {getattr(error, 'strerror', None) or error}", where=file,
-            remedy="give the path of an existing, readable JSON file",
+            remedy=f"give the path of an existing, readable JSON file with {named}",
         ) from None
     if len(raw) > FILE_LIMIT:
         raise UserError(
             f"is larger than {FILE_LIMIT >> 20} MiB, and no job manifest is", where=file,
-            remedy="check that --job names the manifest and not a capture",
+            remedy=f"check that {named} names the manifest and not a capture",
         )
     try:
         text = raw.decode("utf-8-sig")

@@ -26,7 +26,7 @@ from flowcheck.errors import of_the_machine
 from flowcheck.node.allocator import keep_little
 from flowcheck.node.status.heartbeat import ALIVE, BEAT_SECONDS, Pulse
 
-__all__ = ["PROCESSES", "Beside", "Lines", "begun", "ended", "guarded", "start"]
+__all__ = ["PROCESSES", "Beside", "Lines", "arrived", "begun", "ended", "guarded", "let_go", "start", "write_line"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between two starts
 END_SECONDS = 6.0
@@ -48,7 +48,7 @@ class Beside:
         self._process: subprocess.Popen[bytes] | None = None
         self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a file system
         self._refused = False  # the kernel would not start it, which was said
-        self._down = ""  # its name: that it is not there was said, and not that it is again
+        self._down = False  # that it is not there was said, and not that it is again
         self._pulse: Pulse | None = None
         self._start()
 
@@ -64,17 +64,17 @@ class Beside:
         self._read(process)
         if (status := process.poll()) is not None:
             self._read(process)
-            _let_go(process)
-            self._process, self._text, self._down = None, b"", self._name
-            self._say("problem", process=self._down, cause="ended", why="the process that"
+            let_go(process)
+            self._process, self._text, self._down = None, b"", True
+            self._say("problem", process=self._name, cause="ended", why="the process that"
                       f" {self._what} {ended(status)}; it is started anew in {self._pause:g} s")
             self._began = time.monotonic()
         elif self._pulse is not None and (why := self._pulse.look()):
             process.kill()
             self._left.append(process)
-            _let_go(process)
-            self._process, self._text, self._down = None, b"", self._name
-            self._say("problem", process=self._down, cause="hung", why="the process that"
+            let_go(process)
+            self._process, self._text, self._down = None, b"", True
+            self._say("problem", process=self._name, cause="hung", why="the process that"
                       f" {self._what} hangs: {why}; it was killed, and is started anew in {self._pause:g} s")
             self._began = time.monotonic()
 
@@ -85,10 +85,10 @@ class Beside:
             self._process = start(self._module, self._settings)
             self._pulse = Pulse(self._process.pid)
         except OSError as error:
-            self._down = self._name
+            self._down = True
             if not self._refused:
                 self._say("problem", why=f"the process that {self._what} cannot be started:"
-                          f" {error.strerror or error}; it is tried again and again", about=self._down)
+                          f" {error.strerror or error}; it is tried again and again", about=self._name)
             self._refused = True
         else:
             self._refused = False
@@ -97,22 +97,15 @@ class Beside:
         """Tell it something new, which it is told again when it is started anew."""
         self._settings |= line
         if self._process is not None:
-            _write(self._process, line)
+            write_line(self._process, line)
 
     def well(self) -> None:
         """It did what it is there for: if it ends, it is started anew soon."""
         self._pause = FIRST_PAUSE
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        while True:
-            try:
-                piece = os.read(process.stdout.fileno(), MOST_LINE)
-            except BlockingIOError:
-                return
-            if not piece:
-                return
-            *lines, self._text = (self._text + piece).split(b"\n")
+        while pieces := arrived(process, self._text):
+            *lines, self._text = pieces
             for line in lines:
                 try:
                     said = json.loads(line)
@@ -122,8 +115,8 @@ class Beside:
                 if self._pulse is not None:
                     self._pulse.heard(event[0] == ALIVE)
                 if self._down:
-                    self._say("solved", about=self._down)
-                    self._down = ""
+                    self._say("solved", about=self._name)
+                    self._down = False
                 if event[0] == ALIVE:
                     continue
                 self._tell(*event, said)
@@ -152,7 +145,7 @@ class Beside:
                 process.wait(1.0)
             except subprocess.TimeoutExpired:
                 self._left.append(process)  # in the kernel, for a file system that hangs: it ends when that answers
-        _let_go(process)
+        let_go(process)
 
 
 def ended(status: int) -> str:
@@ -168,11 +161,22 @@ def start(module: str, settings: Mapping[str, Any], blocking: bool = False) -> s
     )
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), blocking)
-    _write(process, settings)
+    write_line(process, settings)
     return process
 
 
-def _write(process: subprocess.Popen[bytes], line: Mapping[str, Any]) -> None:
+def arrived(process: subprocess.Popen[bytes], begun: bytes) -> list[bytes]:
+    """Whole lines that a process has written, and behind them what has come of the next one; []: nothing has come. Its
+    standard output does not block. begun: what had come of a line before."""
+    assert process.stdout is not None
+    try:
+        piece = os.read(process.stdout.fileno(), MOST_LINE)
+    except BlockingIOError:
+        return []
+    return (begun + piece).split(b"\n") if piece else []
+
+
+def write_line(process: subprocess.Popen[bytes], line: Mapping[str, Any]) -> None:
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(line).encode() + b"\n")
@@ -181,7 +185,8 @@ def _write(process: subprocess.Popen[bytes], line: Mapping[str, Any]) -> None:
         pass  # it has ended, which `look` will see
 
 
-def _let_go(process: subprocess.Popen[bytes]) -> None:
+def let_go(process: subprocess.Popen[bytes]) -> None:
+    """Close both pipes: it ends when its standard input does."""
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         try:

@@ -1,27 +1,17 @@
 """Bounds of size and form: nothing new is beyond them, and what was may only come down."""
 
-import importlib.util
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from .script import ROOT, script
 
 
 @pytest.fixture(scope="module")
 def bounds() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        spec = importlib.util.spec_from_file_location("bounds", ROOT / "tools" / "bounds.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
-    return module
+    return script("bounds")
 
 
 def test_nothing_grows_beyond_its_bound(bounds: ModuleType) -> None:

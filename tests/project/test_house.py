@@ -1,6 +1,5 @@
 """The structure of flowcheck/: how it is counted, and what it must not grow beyond."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -8,20 +7,12 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from .script import ROOT, script
 
 
 @pytest.fixture(scope="module")
 def house() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        spec = importlib.util.spec_from_file_location("house", ROOT / "tools" / "house.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
-    return module
+    return script("house")
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,16 @@
 """The layer rules of docs/understand/architecture.md hold, and the checker sees each forbidden way to break them."""
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from .script import ROOT, script
 
 
 @pytest.fixture(scope="module")
 def layers() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("layers", ROOT / "tools" / "layers.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["layers"] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
+    return script("layers")
 
 
 @pytest.fixture

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import tomllib
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
+from .script import ROOT, script
 
 ROOMS = (
     "flowcheck/rebuild", "flowcheck/node", "flowcheck/control", "flowcheck/checkpoint", "flowcheck/job",
@@ -27,12 +23,7 @@ NOT_TRIED = {
 @pytest.fixture(scope="module")
 def tried() -> dict[str, list[str]]:
     """By module, the test files in which its mistakes are to be noticed."""
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    found: dict[str, list[str]] = module.MODULES
+    found: dict[str, list[str]] = script("mutants").MODULES
     return found
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-
+from .script import ROOT, script
 
 ROOMS = ("parser", "updater", "flowcheck/control", "flowcheck/checkpoint")
 # Doors from Python to C that is tried, and what only measures.
@@ -23,13 +20,7 @@ NOT_TRIED = {
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    path = ROOT / "tools" / "mutants_compiled.py"
-    spec = importlib.util.spec_from_file_location("mutants_compiled", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants_compiled"] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
+    return script("mutants_compiled")
 
 
 def test_every_old_text_is_found_exactly_once(tool: ModuleType) -> None:

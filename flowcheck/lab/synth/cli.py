@@ -62,7 +62,7 @@ def synth(
         raise UserError(
             f"{encapsulate!r} is not an encapsulation", where="--encapsulate", remedy=f"one of {', '.join(WRAPS[1:])}",
         )
-    manifest = load_job(job)
+    manifest = load_job(job, named="JOB")
     made = generate(
         manifest, iterations=iterations, ports=_numbers(ports, "--ports"), directions=direction, seed=seed,
         loss=loss, reorder=reorder, duplicate=duplicate, corrupt=corrupt, first_iteration=first_iteration,

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flowcheck.control.proof import node_key
-from flowcheck.node.child import ended
+from flowcheck.node.child import arrived, ended, let_go, write_line
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.listening import listen
 from flowcheck.node.status.heartbeat import Pulse
@@ -34,7 +34,6 @@ __all__ = ["Serving"]
 BACKLOG = 1024
 AGAIN_SECONDS = 5.0  # between two starts
 END_SECONDS = 5.0
-MOST_LINE = 1 << 16
 
 
 class Serving:
@@ -94,7 +93,7 @@ class Serving:
         )
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
-        _write(process, self._settings | {"socket": descriptor, "board": self._board})
+        write_line(process, self._settings | {"socket": descriptor, "board": self._board})
         return process
 
     def tell(self, keys: Mapping[str, list[str]]) -> None:
@@ -102,7 +101,7 @@ class Serving:
         said = {"keys": dict(keys), "shown": _shown(self._config)}
         self._settings |= said
         if self._process is not None:
-            _write(self._process, said)
+            write_line(self._process, said)
 
     def look(self) -> None:
         """Start it anew if it has ended, or hangs. Never waits."""
@@ -127,21 +126,14 @@ class Serving:
 
     def _replace(self, process: subprocess.Popen[bytes] | None) -> None:
         if process is not None:
-            _let_go(process)
+            let_go(process)
         self._process, self.connected, self._down = None, {}, True
         self._start()
 
     def _hear(self, process: subprocess.Popen[bytes]) -> None:
         """Signs of life, of which the newest says who is connected."""
-        assert process.stdout is not None
-        while True:
-            try:
-                piece = os.read(process.stdout.fileno(), MOST_LINE)
-            except BlockingIOError:
-                return
-            if not piece:
-                return
-            *lines, self._text = (self._text + piece).split(b"\n")
+        while pieces := arrived(process, self._text):
+            *lines, self._text = pieces
             for line in lines:
                 try:
                     said = dict(json.loads(line))
@@ -158,7 +150,7 @@ class Serving:
         process = self._process
         if process is None:
             return
-        _let_go(process)
+        let_go(process)
         try:
             process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -194,20 +186,3 @@ def _shown(config: NodeConfig) -> str:
 def _names(config: NodeConfig) -> list[str]:
     """What others may call it besides the addresses at which their connections end."""
     return [config.protect.advertise] if config.protect is not None and config.protect.advertise else []
-
-
-def _let_go(process: subprocess.Popen[bytes]) -> None:
-    """It ends when its standard input does."""
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(BrokenPipeError):
-            pipe.close()
-
-
-def _write(process: subprocess.Popen[bytes], said: Mapping[str, Any]) -> None:
-    assert process.stdin is not None
-    try:
-        process.stdin.write((json.dumps(said) + "\n").encode())
-        process.stdin.flush()
-    except BrokenPipeError:
-        pass  # it has ended, which `look` will see

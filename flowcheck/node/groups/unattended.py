@@ -29,10 +29,9 @@ from typing import Any, Self
 import torch
 from parser.placers import Placers
 
-from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.errors import FlowcheckError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import load_job
-from flowcheck.job.model import Job
 from flowcheck.node.config.capture import Follow
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.checks import check_gathered, check_memory
@@ -64,7 +63,7 @@ def unattended_jobs(config: NodeConfig) -> list[tuple[Follow, JobPlan]]:
     streams = sum(capture.queues for capture in config.capture)
     found = []
     for settings in config.follow:
-        job = _manifest(settings.manifest)
+        job = load_job(settings.manifest, named="follow.manifest")
         check_gathered(job, str(settings.manifest))
         job.run_id = job.run_id or new_run_id()
         plan = plan_job(job, streams=streams, threads=streams, arenas=config.replica.arenas,
@@ -72,14 +71,6 @@ def unattended_jobs(config: NodeConfig) -> list[tuple[Follow, JobPlan]]:
         check_memory(plan, config.replica)
         found.append((settings, plan))
     return found
-
-
-def _manifest(path: Path) -> Job:
-    try:
-        return load_job(path)
-    except UserError as error:  # which speaks of the option of a replay
-        remedy = error.remedy.replace("--job", "follow.manifest")
-        raise UserError(error.what, where=error.where, remedy=remedy) from None
 
 
 class _Set:

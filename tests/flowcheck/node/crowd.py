@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -43,6 +44,13 @@ class Crowd:
     def say(sock: socket.socket, said: bytes) -> None:
         with contextlib.suppress(OSError):  # it was closed for another
             sock.send(said)
+
+    def answered(self) -> bool:
+        """Has each an answer, or was let go?"""
+        poll = select.poll()
+        for sock in self.sockets:
+            poll.register(sock, select.POLLIN)
+        return len(poll.poll(0)) == len(self.sockets)
 
     def again(self, turn: Callable[[], None]) -> threading.Thread:
         def run() -> None:

@@ -93,6 +93,7 @@ def main() -> None:
             print(json.dumps({"node": node, "step": step, "state": attachment.state, "why": attachment.why,
                               "took": took, "hashes": state}), flush=True)
             step += 1
+        dist.barrier()  # what a rank has said of itself is from before another's goodbye
         attachment.close(float(wait))
         print(json.dumps({"node": node, "closed": attachment.state}), flush=True)
     dist.destroy_process_group()

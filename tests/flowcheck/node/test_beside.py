@@ -132,8 +132,8 @@ def test_nobody_waits_for_one_that_reads_nothing(program: Callable[[str], str]) 
     """It has ended before its settings came, and before an order."""
     process = start(program("raise SystemExit(3)"), {"a": 1})
     assert process.wait(240) == 3
-    beside._write(process, {"b": 2})
-    beside._let_go(process)
+    beside.write_line(process, {"b": 2})
+    beside.let_go(process)
 
 
 # -- with pipes and a clock ----------------------------------------------------------------------------------------

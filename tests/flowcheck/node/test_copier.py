@@ -227,7 +227,7 @@ def test_memory_is_bounded(make: Callable[..., Copier], api: HandApi, tmp_path: 
     copier = make(most=300_000, keep=2)
     copier.look(node(api))
     api.versions[:] = [HandVersion(5, {"w": [1.0] * 50_000}, {})]
-    with pytest.raises(FlowcheckError, match="are taken") as refused:
+    with pytest.raises(FlowcheckError, match=r"195\.5 KiB of 293\.0 KiB are taken") as refused:
         copier.look(node(api))
     assert refused.value.where == "protect.memory_mb" and steps(tmp_path) == [4]
     api.versions[:] = [HandVersion(6)]

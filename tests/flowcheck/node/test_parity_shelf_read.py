@@ -331,7 +331,7 @@ def test_what_is_made_at_once_is_bounded(holder: Holder) -> None:
     shelf._most = 4 * 85 + 4 * 185
     held(holder, "s1")
     held(holder, "s0")
-    with pytest.raises(Pressed, match="are being made again") as pressed:
+    with pytest.raises(Pressed, match=r"1\.1 KiB are being made again") as pressed:
         held(holder, "s0", 6)
     assert pressed.value.where == "protect.memory_mb"
     held(holder, "s0")  # it is held: nothing more is made

@@ -345,7 +345,7 @@ def test_a_manifest_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "job.json").unlink()
     with pytest.raises(UserError, match="cannot read the job manifest") as refused:
         unattended_jobs(config)
-    assert refused.value.where == str(tmp_path / "job.json") and refused.value.remedy
+    assert refused.value.where == str(tmp_path / "job.json") and refused.value.remedy.endswith("with follow.manifest")
 
 
 def test_a_run_without_a_name_gets_one(tmp_path: Path) -> None:
