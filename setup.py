@@ -4,8 +4,9 @@ Every .pyx in the folders of PACKAGES is one extension, with the C sources that 
 dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk. NCCL's profiler plugin and the
 trainers' checksums are plain shared objects that are not imported; where they cannot be built all else is.
 FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
-nothing. "trainer" builds no extension either, and leaves out what only nodes, captures and the lab use: `make wheel`,
-for training environments. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython)
+nothing. "trainer" builds no extension either, and leaves out what only nodes and captures use: `make wheel`, for
+training environments. The lab is in place in a checkout and in no installation but one of its own, flowcheck-lab, which
+"lab" builds. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython)
 in; Cython does not see that the mode has changed, so change it with `build_ext --force`, as the Makefile does.
 """
 import atexit
@@ -18,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from setuptools import Distribution, Extension, setup
+from setuptools import Distribution, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parent
 ONLY = {name for name in os.environ.get("FLOWCHECK_BUILD", "").split(",") if name}
 DEBUG = os.environ.get("FLOWCHECK_DEBUG") == "1"
 TRAINER = "trainer" in ONLY
+LAB = {"lab"} == ONLY
 
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"]
 OPTIMISE = ["-O1", "-g", "-DFC_DEBUG=1"] if DEBUG else ["-O3"]
@@ -35,7 +37,7 @@ if DEBUG:
 
 
 def wanted(name: str) -> bool:
-    return not ONLY or name in ONLY
+    return not ONLY or name in ONLY or (LAB and name.startswith("lab."))
 
 
 def c_sources(package: str) -> list[str]:
@@ -51,9 +53,9 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "parser": (["isal"], []),
     "updater": ([], ["flowcheck/control"]),
     "flowcheck/checkpoint/coding": (["isal"], []),
-    "flowcheck/lab/bench": (["isal"], ["parser"]),
-    "flowcheck/lab": ([], []),
-    "flowcheck/lab/softroce": (["isal"], []),
+    "lab/bench": (["isal"], ["parser"]),
+    "lab": ([], []),
+    "lab/softroce": (["isal"], []),
 }
 
 
@@ -106,6 +108,11 @@ class BuildApart(build_ext):
     """Object files of each extension in a folder of their own: `-j` links one extension while the C files that it
     shares with another are compiled again. Libraries have names that are no modules'."""
 
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if not (self.inplace or self.editable_mode or LAB):
+            self.extensions = [one for one in self.extensions if not one.name.startswith("lab.")]
+
     def build_extension(self, ext: Extension) -> None:
         mine = copy.copy(self)
         mine.build_temp = str(Path(self.build_temp) / ext.name)
@@ -152,9 +159,9 @@ ROOMS = ("checkpoint", "control", "job", "trainer", "trainer.describe", "trainer
 COMMANDS = ("cli", "tables")
 
 
-class TrainerSide(Distribution):
-    """Without packages, commands and extras that it would not be whole with. What is built lies in a folder of its own:
-    setuptools takes into a wheel what it finds in build/, from whatever build that is."""
+class Apart(Distribution):
+    """A part of it, built in a folder of its own: setuptools takes into a wheel what it finds in build/, from whatever
+    build that is."""
 
     def parse_config_files(self, *arguments: Any, **options: Any) -> None:
         super().parse_config_files(*arguments, **options)
@@ -162,11 +169,29 @@ class TrainerSide(Distribution):
         atexit.register(shutil.rmtree, scratch, ignore_errors=True)
         self.get_option_dict("build")["build_base"] = (__file__, scratch)
         self.get_option_dict("egg_info").setdefault("egg_base", (__file__, scratch))
+        self.metadata.extras_require = {}
+
+
+class TrainerSide(Apart):
+    """Without packages, commands and extras that it would not be whole with."""
+
+    def parse_config_files(self, *arguments: Any, **options: Any) -> None:
+        super().parse_config_files(*arguments, **options)
         self.packages = ["flowcheck", *(f"flowcheck.{room}" for room in ROOMS)]
         # They are compiled where they are first used: flowcheck/control/compiled.py.
         self.package_data = {f"flowcheck.{room}": ["src/*.c", "include/*.h"] for room in ("control", "trainer")}
         self.entry_points = {"console_scripts": ["flowcheck = flowcheck.__main__:main"]}  # it says what is missing
-        self.metadata.extras_require = {}
+
+
+class LabSide(Apart):
+    """The lab alone, for an environment that has the rest."""
+
+    def parse_config_files(self, *arguments: Any, **options: Any) -> None:
+        super().parse_config_files(*arguments, **options)
+        self.metadata.name = "flowcheck-lab"
+        self.install_requires = self.metadata.install_requires = ["flowcheck[node]"]
+        self.packages = find_packages(include=["lab*"], exclude=["*.include*", "*.src*"])
+        self.package_data, self.entry_points = {}, {}
 
 
 class TrainerModules(build_py):
@@ -177,5 +202,7 @@ class TrainerModules(build_py):
 
 if TRAINER:
     setup(distclass=TrainerSide, cmdclass={"build_py": TrainerModules})
+elif LAB:
+    setup(distclass=LabSide, ext_modules=compiled(), cmdclass={"build_ext": BuildApart})
 else:
     setup(ext_modules=compiled(), cffi_modules=cffi_modules(), cmdclass={"build_ext": BuildApart})

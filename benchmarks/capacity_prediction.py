@@ -35,19 +35,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from flowcheck.lab.bench.limits import PacketRing
+from lab.bench.limits import PacketRing
 from parser.machine import Engine, choose_icrc, icrc_kernels
 
-from flowcheck.lab.bench import adam, limits, parse, place
-from flowcheck.lab.bench.feed import MTU, Window, flows_for
-from flowcheck.lab.bench.pipeline import LAPS, STAGES, Pipeline
-from flowcheck.lab.bench.rows import Row, alternate, on_threads, quantile
-from flowcheck.lab.bench.workload import aligned, make
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.plan.capacity import Capacity, Job, Node, capacity
 from flowcheck.plan.stage_speeds import COPY, Speeds, measured
 from flowcheck.rebuild.calibration import look_at_updates, settle
 from flowcheck.rebuild.plan import plan_job
+from lab.bench import adam, limits, parse, place
+from lab.bench.feed import MTU, Window, flows_for
+from lab.bench.pipeline import LAPS, STAGES, Pipeline
+from lab.bench.rows import Row, alternate, on_threads, quantile
+from lab.bench.workload import aligned, make
+from lab.synth import example_job, generate
 from parser.chunk_layout import Protocol
 from updater import kernels
 from updater.tuning import PART

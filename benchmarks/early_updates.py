@@ -20,9 +20,9 @@ from collections.abc import Iterator
 import torch
 
 from flowcheck.control.protocol import Record
-from flowcheck.lab.bench.feed import Feed, Window, drain
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.rebuild.version.events import Closed
+from lab.bench.feed import Feed, Window, drain
 
 BETWEEN = 10  # records that agree again before the next one that does not
 KINDS = {"early": 21, "at_record": 21, "rebuilt": 5}

@@ -11,10 +11,10 @@ import ctypes
 import time
 from collections.abc import Callable
 
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.policy import Policy
+from lab.synth import example_job
 
 ROUNDS, LOOKS, REFERENCES = 21, 2000, 64
 

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from flowcheck.lab.bench import roof
-from flowcheck.lab.bench.rows import alternate
-from flowcheck.lab.bench.workload import aligned
+from lab.bench import roof
+from lab.bench.rows import alternate
+from lab.bench.workload import aligned
 from updater import kernels
 
 COUNT = 20_000_000 // 32 * 32

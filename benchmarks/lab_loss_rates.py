@@ -4,9 +4,9 @@
 
 Rings of 2 and 4 ranks, one and two mirrored ports, two rates each: so that of 150 iterations 30 and more are expected
 to stay incomplete. Trainers, mirror and node are real; the cable to the node drops copies by a seed
-(flowcheck/lab/losses.py). What the node misses is counted, and is what the log of the cable implies, iteration by
+(lab/losses.py). What the node misses is counted, and is what the log of the cable implies, iteration by
 iteration. The law has the rate that was asked for, and the planner's number of packets, which is the wire's. The test
-in tests/flowcheck/lab/test_loss_law.py is of the same.
+in tests/lab/test_loss_law.py is of the same.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from flowcheck.lab.losses import MTU, Counted, count_incomplete
-from flowcheck.lab.shape import FabricConfig
 from flowcheck.plan import loss_law as law
 from flowcheck.plan.answer import Plot, Series
 from flowcheck.plan.plots import save
 from flowcheck.plan.wire_volume import Call, reduced_packets
+from lab.losses import MTU, Counted, count_incomplete
+from lab.shape import FabricConfig
 from parser.chunk_layout import Protocol
 
 #: Ranks, mirrored ports, losses of a copy.

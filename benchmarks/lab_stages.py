@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from flowcheck.lab.bench.rows import here
-from flowcheck.lab.fabric import Fabric, FabricConfig
-from flowcheck.lab.jobs import MODELS, Training, whole_model
-from flowcheck.lab.run import LabRun
+from lab.bench.rows import here
+from lab.fabric import Fabric, FabricConfig
+from lab.jobs import MODELS, Training, whole_model
+from lab.run import LabRun
 
 STAGES = {"receive": "last", "place": "covered", "record": "record", "update": "applied", "checksums": "published"}
 COLOURS = {

@@ -3,7 +3,7 @@
     .venv/bin/python -P benchmarks/live_1e9.py [--parameters 1e9] [--iterations 3] [--gbps 100]        as root
 
 `flowcheck-node` runs on one end of a veth pair. The other end is sent bf16 gradients as SIMPLE packets of 4 KB on 8
-channels, by a thread in C (flowcheck/lab/stream.py) pinned to the last processor, at the rate at which the node takes
+channels, by a thread in C (lab/stream.py) pinned to the last processor, at the rate at which the node takes
 them: no more than IN_FLIGHT packets are ahead of its counters. Every packet is to be placed. Parameters are bf16 alone,
 updated by SGD without momentum in the order of torch on a CPU, so that as much as possible fits: per parameter 2 bytes
 for each of two versions, 2 for each of two arenas, 2 for the state while it comes, and 2 for the gradients here.
@@ -38,10 +38,10 @@ from flowcheck.control.protocol import Joined, Link, Manifest, Progress, Records
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Flow, Job
-from flowcheck.lab import netns
-from flowcheck.lab.stream import GradientStream
-from flowcheck.lab.synth import example_job
-from flowcheck.lab.synth.schedule import tree_of
+from lab import netns
+from lab.stream import GradientStream
+from lab.synth import example_job
+from lab.synth.schedule import tree_of
 from updater.reader import Reader
 
 NAMESPACE, NEAR, FAR = "fc-live-1e9", "near", "far"

@@ -25,8 +25,8 @@ from parser.machine import Engine
 from parser.placers import Placers
 from rich.console import Console
 
-from flowcheck.lab.bench.rows import Row, alternate, print_rows
-from flowcheck.lab.bench.workload import Traffic, make
+from lab.bench.rows import Row, alternate, print_rows
+from lab.bench.workload import Traffic, make
 from parser.chunk_layout import Protocol
 from parser.engine_config import EngineConfig
 

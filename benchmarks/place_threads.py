@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from flowcheck.lab.bench.limits import PacketRing
+from lab.bench.limits import PacketRing
 from numpy.typing import NDArray
 from parser.machine import Engine
 from parser.placers import Placers
 from rich.console import Console
 
-from flowcheck.lab.bench.rows import Row, alternate, print_rows
-from flowcheck.lab.bench.workload import Bytes, Traffic, aligned, make
+from lab.bench.rows import Row, alternate, print_rows
+from lab.bench.workload import Bytes, Traffic, aligned, make
 from parser.chunk_layout import Protocol
 
 FLOWS, MTU = 32, 1024

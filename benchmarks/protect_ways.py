@@ -39,7 +39,6 @@ from flowcheck.control.ask import Node, reader_key
 from flowcheck.control.protocol import Link, RecordsError, accept
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.peers.client import dial
@@ -53,6 +52,7 @@ from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.records import StepRecord
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
+from lab.synth import example_job
 
 TOKEN = "0123456789abcdef"
 BUCKETS = 8

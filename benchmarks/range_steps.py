@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from flowcheck.lab.bench.rows import here
-from flowcheck.lab.fabric import Fabric, FabricConfig
-from flowcheck.lab.impair import Impairment
-from flowcheck.lab.jobs import Training
-from flowcheck.lab.run import LabRun
+from lab.bench.rows import here
+from lab.fabric import Fabric, FabricConfig
+from lab.impair import Impairment
+from lab.jobs import Training
+from lab.run import LabRun
 
 SETTLING = 10  # steps after attach that do not count
 NEAR = 3  # neighbours on either side; and steps after a question in which it is answered

@@ -36,10 +36,10 @@ import torch.distributed.checkpoint as dcp
 
 from flowcheck.control import ask, receiving
 from flowcheck.control.tensors import memory
-from flowcheck.lab.bench.rows import alternate, quantile
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.trainer.recover.recovery import recover
+from lab.bench.rows import alternate, quantile
 from updater.choosing import processor
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

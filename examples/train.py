@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--backend", default="nccl" if torch.cuda.is_available() else "gloo")
     options = parser.parse_args()
     if options.backend == "softroce":  # the lab's: NCCL's wire format without NICs and GPUs
-        importlib.import_module("flowcheck.lab.softroce")
+        importlib.import_module("lab.softroce")
     dist.init_process_group(options.backend)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if options.backend == "nccl" else torch.device("cpu")

@@ -25,9 +25,6 @@ import flowcheck
 from flowcheck import __version__
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError, of_the_line, of_the_machine
 from flowcheck.interrupts import Heard, unread
-from flowcheck.lab.bench.cli import bench
-from flowcheck.lab.cli import lab
-from flowcheck.lab.synth.cli import synth, synth_job
 from flowcheck.learning.cli import (
     AlgorithmOption,
     BucketsOption,
@@ -268,13 +265,36 @@ def restore_shard(
     typer.echo(f"{flowcheck.restore_shard(path, nodes, out, token=token, shard=shard, ca=ca)}: every hash checked")
 
 
+def _add_instruments() -> None:
+    """The lab's commands; where the package is not installed, commands of those names that say how to get it."""
+    try:
+        from lab.bench.cli import bench
+        from lab.cli import lab
+        from lab.synth.cli import synth, synth_job
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lab":
+            raise
+        anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+        for name in ("synth", "bench", "synth-job", "lab"):
+            app.command(name, context_settings=anything, help="Not installed: needs the package `lab`.")(_no_lab)
+        return
+    app.command()(synth)
+    app.command()(bench)
+    app.command("synth-job")(synth_job)
+    app.add_typer(lab, name="lab")
+
+
+def _no_lab(context: typer.Context) -> None:
+    raise EnvironmentProblem(
+        "needs the package `lab`, which is not in this installation", where=f"flowcheck {context.info_name}",
+        remedy="FLOWCHECK_BUILD=lab pip install PATH-TO-THE-SOURCES, or make build there (docs/use/install.md)",
+    )
+
+
 app.command()(learn)
-app.command()(synth)
-app.command()(bench)
-app.command("synth-job")(synth_job)
 app.add_typer(switch, name="switch")
 app.add_typer(plan, name="plan")
-app.add_typer(lab, name="lab")
+_add_instruments()
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ REMEDIES = {
     " fewer groups, slots or arenas",
     "room for more threads": "room for more threads of this user: ulimit -u, pids.max of its cgroup",
 }
-OURS = ("dataplane", "flowcheck", "parser", "switch_configs", "updater")
+OURS = ("dataplane", "flowcheck", "lab", "parser", "switch_configs", "updater")
 PACKAGES = {"yaml": "pyyaml", "prometheus_client": "prometheus-client"}  # of modules that are called otherwise
 
 

@@ -46,7 +46,6 @@ from flowcheck.control.tensors import unpack  # noqa: E402
 from flowcheck.control.user_state import USER_BYTES, seal_of  # noqa: E402
 from flowcheck.errors import FlowcheckError  # noqa: E402
 from flowcheck.job.manifest import job_from_dict  # noqa: E402
-from flowcheck.lab.synth import example_job  # noqa: E402
 from flowcheck.node.allocator import keep_little  # noqa: E402
 from flowcheck.node.api.routes import OPEN, make_app  # noqa: E402
 from flowcheck.node.api.worker import server_of  # noqa: E402
@@ -54,6 +53,7 @@ from flowcheck.node.groups.control import TEXT, payload_specs  # noqa: E402
 from flowcheck.node.status.board import Board, Glance  # noqa: E402
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf  # noqa: E402
 from flowcheck.rebuild.plan import plan_job  # noqa: E402
+from lab.synth import example_job  # noqa: E402
 from updater.optimizers import OptimizerSpec  # noqa: E402
 from updater.replica import Replica  # noqa: E402
 

@@ -12,7 +12,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from flowcheck.lab.synth import example_job, generate
+from lab.synth import example_job, generate
 
 __all__ = ["block", "captures", "corpus", "seeds"]
 

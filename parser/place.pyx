@@ -1,5 +1,5 @@
 """The placing kernels one by one, and the short decode: the Python door to parser/include/place.h and middle.h, for
-those who measure the kernels (flowcheck.rebuild.calibration, flowcheck.lab.bench) and for tests.
+those who measure the kernels (flowcheck.rebuild.calibration, lab.bench) and for tests.
 
 Every function takes the kernel's name and its way, so that all that this processor has can be compared; `names` lists
 the kernels, best first, `ways` the ways, and parser.machine.placing() says which of them the engines use.

@@ -40,8 +40,8 @@ os.environ["FLOWCHECK_PLACING"] = os.environ["FLOWCHECK_UPDATING"] = "default"
 # everybody would wait for them.
 TOGETHER = {
     "tests/attacks": "attacks",
-    "tests/flowcheck/lab/test_": "labs", "tests/flowcheck/lab/softroce": "labs",
-    "tests/flowcheck/lab/gpu": "labs", "tests/project/test_demo.py": "labs",
+    "tests/lab/test_": "labs", "tests/lab/softroce": "labs",
+    "tests/lab/gpu": "labs", "tests/project/test_demo.py": "labs",
     "tests/flowcheck/test_interrupt.py": "labs",
     "tests/dataplane": "ports", "tests/switch_configs": "switches",
 }

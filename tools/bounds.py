@@ -13,7 +13,7 @@
     wording      decisions by what an error says, in a module
     anything     functions of a module that take (*any, **thing)
 
-Read are the modules of the product; instruments (flowcheck/lab) are in `files`, `lines` and `tests` alone. No import.
+Read are the modules of the product; instruments (lab) are in `files`, `lines` and `tests` alone. No import.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def modules(root: Path) -> Iterator[Path]:
 
 
 def is_instrument(path: Path) -> bool:
-    return path.parts[:2] == ("flowcheck", INSTRUMENTS)
+    return path.parts[0] == INSTRUMENTS
 
 
 def measured(root: Path) -> Found:

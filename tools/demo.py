@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
-from flowcheck.lab import netns
-from flowcheck.lab.synth import Synthesis, generate
+from lab import netns
+from lab.synth import Synthesis, generate
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

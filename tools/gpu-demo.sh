@@ -9,4 +9,4 @@ if ! said=$(nvidia-smi -L 2>&1) || [ -z "$said" ]; then
     exit 3
 fi
 make -s build
-exec .venv/bin/python -P -m flowcheck.lab.gpu
+exec .venv/bin/python -P -m lab.gpu

@@ -1,8 +1,8 @@
-"""Count the structure of flowcheck/: rooms, arrows, circles, lines. Run it before and after a change of structure.
+"""Count the structure of flowcheck/ and lab/: rooms, arrows, circles, lines. Run it before and after it is changed.
 
     python tools/house.py [ROOT]
 
-A room is what one sees on opening the folder: a file of flowcheck/, or a folder of it with all that is inside.
+A room is what one sees on opening the folder: a file of flowcheck/, or a folder of it with all that is inside; the lab.
 An arrow leads from a room to one that it imports. A circle is a set of modules that import each other, wherever
 they lie; an arrow up is one that no order of the rooms gets rid of, because it lies on a circle of rooms.
 `__init__.py` and `__main__.py` of flowcheck/ hand names on and are no rooms. Imports are read as tools/layers.py reads
@@ -19,7 +19,7 @@ from pathlib import Path
 from layers import SUFFIXES, module_in, module_of, references, room_of
 
 Graph = Mapping[str, set[str]]
-INSTRUMENTS = "lab"  # room of what proves and measures the product
+INSTRUMENTS = "lab"  # package of what proves and measures the product
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -54,10 +54,11 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def module_graph(root: Path) -> dict[str, set[str]]:
-    """Modules of flowcheck/ and the modules of flowcheck/ that each imports."""
+    """Modules of flowcheck/ and lab/, and those of them that each imports."""
     modules = {
         module_of(path.relative_to(root).as_posix())
-        for path in (root / "flowcheck").rglob("*")
+        for package in ("flowcheck", INSTRUMENTS)
+        for path in (root / package).rglob("*")
         if path.suffix in (".py", ".pyx")
     }
     graph: dict[str, set[str]] = {module: set() for module in modules}
@@ -106,8 +107,7 @@ def count(root: Path) -> dict[str, int]:
     """Every figure by its name."""
     graph = module_graph(root)
     rooms = between_rooms(graph)
-    product = [p for p in sources(root / "flowcheck") if p.relative_to(root).parts[1] != INSTRUMENTS]
-    instruments = [p for p in sources(root / "flowcheck") if p.relative_to(root).parts[1] == INSTRUMENTS]
+    product, instruments = sources(root / "flowcheck"), sources(root / INSTRUMENTS)
     core = [p for package in ("dataplane", "parser", "updater", "switch_configs") for p in sources(root / package)]
     names = Counter(p.name for p in [*product, *instruments, *core] if not p.name.startswith("__"))
     return {
@@ -117,8 +117,8 @@ def count(root: Path) -> dict[str, int]:
         "circles of modules": len(circles(graph)),
         "floors": floors(rooms),
         "files of equal name": sum(n for n in names.values() if n > 1),
-        "lines of flowcheck/, product": lines(product),
-        "lines of flowcheck/, instruments": lines(instruments),
+        "lines of flowcheck/": lines(product),
+        "lines of lab/": lines(instruments),
         "lines of the other packages": lines(core),
         "lines of tests": lines(sources(root / "tests")),
     }

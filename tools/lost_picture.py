@@ -22,7 +22,7 @@ from typing import Any
 __all__ = ["main", "picture"]
 
 COMMAND = ["lab", "run", "--name", "lost", "--nodes", "4", "--protect", "2+2", "--model", "mlp", "--iterations", "8"]
-RECORD = "lost.json"  # flowcheck/lab/nodes_lost.py
+RECORD = "lost.json"  # lab/nodes_lost.py
 SIZE = (9.0, 7.0)  # inches
 CALM, BUSY, GONE, MADE = "#4c72b0", "#8fa9d0", "#c44e52", "#55a868"
 

@@ -1,7 +1,7 @@
 """The fixed jobs whose packets the sequence targets take apart, with the truth of every region.
 
 Small on purpose: a few hundred packets each, so that a whole job is one fuzz input of a few bytes, and arenas
-fewer than iterations, so that the machine has to close some. Made by flowcheck.lab.synth, which shares no code
+fewer than iterations, so that the machine has to close some. Made by lab.synth, which shares no code
 with the parser. No state, any thread.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from flowcheck.job.model import dtype_size
-from flowcheck.lab.synth import Synthesis, TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, TransportOptions, example_job, generate
 
 __all__ = ["FuzzJob", "make_jobs"]
 

@@ -14,8 +14,8 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, destination, opcode, sealed
 from tests.flowcheck.memory_ring import MemoryRing
 

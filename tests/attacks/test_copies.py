@@ -4,9 +4,9 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, opcode, payload, sealed
 
 ITERATIONS = 8

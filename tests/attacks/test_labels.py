@@ -10,10 +10,10 @@ from rich.console import Console
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
-from flowcheck.lab.synth.contents import save_parameters
-from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay
+from lab.synth import example_job, generate
+from lab.synth.contents import save_parameters
+from lab.synth.writer import write_capture
 
 pytestmark = pytest.mark.usefixtures("eal")
 

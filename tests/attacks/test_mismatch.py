@@ -14,8 +14,8 @@ import pytest
 
 from flowcheck.cli import main
 from flowcheck.job.model import Collective
-from flowcheck.lab.synth import example_job, generate
-from flowcheck.lab.synth.contents import save_parameters
+from lab.synth import example_job, generate
+from lab.synth.contents import save_parameters
 
 Edit = Callable[[dict], None]
 pytestmark = pytest.mark.usefixtures("eal")

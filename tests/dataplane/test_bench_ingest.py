@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowcheck.lab.bench import ingest
+from lab.bench import ingest
 
 
 def test_rows(eal, monkeypatch):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowcheck.lab.synth import Synthesis
-from flowcheck.lab.synth.encode import positions
+from lab.synth import Synthesis
+from lab.synth.encode import positions
 
 Packet = tuple[int, bytes]
 

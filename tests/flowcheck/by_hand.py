@@ -18,11 +18,11 @@ import pytest
 
 from dataplane.pcapfile import PcapInfo
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
 from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.events import Event
 from flowcheck.rebuild.version.replica import JobReplica
+from lab.synth import example_job
 from tests.flowcheck.fake_engine import FakeEngine
 
 

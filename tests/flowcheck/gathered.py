@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis
+from lab.synth import Synthesis
 
 
 def expected(job: Job, made: Synthesis, iteration: int) -> dict[str, bytes]:

@@ -65,7 +65,7 @@ class MemoryRing:
         return self._ring.head
 
     def put(self, packets: Sequence[tuple[int, bytes]], stream: int = 0) -> None:
-        """packets: (nanoseconds, frame), as flowcheck.lab.synth gives them."""
+        """packets: (nanoseconds, frame), as lab.synth gives them."""
         assert self.waiting + len(packets) <= self._ring.mask + 1, "the ring of this test is too small"
         for number, (nanoseconds, frame) in enumerate(packets):
             kept = (ctypes.c_char * len(frame)).from_buffer_copy(frame)

@@ -34,6 +34,32 @@ MISSING = [
 ]
 
 
+NO_LAB = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "lab":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuse())
+from flowcheck.cli import main
+sys.argv[0] = "flowcheck"
+main()
+"""
+
+
+@pytest.mark.parametrize("line", ["lab up --name x", "lab --help", "synth ABSENT", "bench parse"])
+def test_a_command_of_the_lab_says_how_to_get_it_where_it_is_not_installed(line: str) -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", NO_LAB, *line.split()], capture_output=True, text=True)
+    assert done.returncode == 3 and "FLOWCHECK_BUILD=lab" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_other_commands_do_not_need_the_lab() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", NO_LAB, "inspect", CAPTURE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("line", MISSING)
 def test_a_file_that_is_not_there_is_a_wrong_request_of_every_command(line: str, tmp_path: Path) -> None:
     absent = tmp_path / "absent.pcap"

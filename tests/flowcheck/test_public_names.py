@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flowcheck
-from flowcheck.lab.synth import example_job, generate
+from lab.synth import example_job, generate
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica as Writer
 

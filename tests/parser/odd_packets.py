@@ -1,4 +1,4 @@
-"""Packets of flowcheck.lab.synth with one thing changed, and what tests of the engine alone do with them.
+"""Packets of lab.synth with one thing changed, and what tests of the engine alone do with them.
 
 Frames are IPv4 without a VLAN tag. Changes make the ICRC right again.
 """
@@ -11,8 +11,8 @@ from collections.abc import Callable
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, destination, opcode, sealed
 
 COUNT = 12_000

@@ -8,8 +8,8 @@ from dataclasses import replace
 from parser.machine import Engine
 from parser.placers import Placers
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 from tests.flowcheck.altered import Packet, messages
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import VA, patched, writes

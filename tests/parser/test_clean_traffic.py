@@ -10,8 +10,8 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.job.model import dtype_size
-from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import TransportOptions, example_job, generate
 
 SHAPES: dict[str, dict] = {
     "plain": {"count": [5000]},

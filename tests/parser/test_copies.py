@@ -11,8 +11,8 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import Packet, altered, opcode, spots
 
 COUNT, TIME = 12_000, 1  # elements, iteration looked at

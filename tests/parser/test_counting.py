@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from parser.machine import NOTHING_SEEN, Engine
 
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import (
     FIRST,
     LAST_IMM,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 
 from .test_copies import COUNT, PROTOCOLS, shuffled, traffic
 

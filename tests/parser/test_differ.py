@@ -14,8 +14,8 @@ from parser.machine import Engine
 from parser.placers import Placers
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, altered, destination, opcode, payload, psn, sealed, spots
 from tests.flowcheck.memory_ring import MemoryRing
 

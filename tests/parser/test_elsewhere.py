@@ -13,8 +13,8 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import Packet, destination
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import kinds, patched, writes

@@ -7,8 +7,8 @@ import math
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import Packet, destination, messages, opcode, psn
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import kinds, writes

@@ -8,8 +8,8 @@ import pytest
 from parser.machine import Engine
 from parser.placers import Placers
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 from tests.flowcheck.memory_ring import MemoryRing
 
 PROTOCOLS = ["ll", "ll128", "simple"]

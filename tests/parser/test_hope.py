@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from parser.machine import NOTHING_SEEN, Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, TransportOptions, example_job, generate
 from tests.flowcheck.altered import Packet, destination, opcode, psn, sealed, spots
 
 COUNT = 40_000

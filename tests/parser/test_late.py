@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import Synthesis
 from flowcheck.rebuild.plan import JobPlan
+from lab.synth import Synthesis
 from tests.flowcheck.altered import Packet, spots
 from tests.parser.odd_packets import COUNT, PROTOCOLS, feed, kinds, traffic
 

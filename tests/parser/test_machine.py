@@ -3,8 +3,8 @@
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 from tests.flowcheck.altered import FIRST, LAST_IMM, MIDDLE, Packet, messages, opcode, psn, spots
 from tests.flowcheck.memory_ring import MemoryRing
 

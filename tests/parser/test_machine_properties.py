@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from parser.machine import Engine
 
 from flowcheck.job.model import Job, dtype_size
-from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import TransportOptions, example_job, generate
 from tests.nccl_versions import VERSIONS
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int32", "int64"]

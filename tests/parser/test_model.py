@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import TransportOptions, example_job, generate
 from parser.engine_config import Target
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, destination, opcode, sealed
 from tests.flowcheck.memory_ring import MemoryRing

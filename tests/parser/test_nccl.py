@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flowcheck.job.model import MAX_DEVICES
-from flowcheck.lab.synth.families import NEWEST, family_of
+from lab.synth.families import NEWEST, family_of
 from parser.nccl import CTS_ELEMENTS, TABLE, Chunks, CtsElement, Parts, WireError, of, span
 from tests.nccl_versions import UNREAD
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from parser.observer import START_DTYPE, Observer
 from scapy.all import IP, TCP, Dot1Q, Ether, IPv6, Raw
 
-from flowcheck.lab.synth import example_job, generate
+from lab.synth import example_job, generate
 
 
 @pytest.fixture(scope="module")

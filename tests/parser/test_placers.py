@@ -18,8 +18,8 @@ from parser.machine import NOTHING_SEEN, Engine
 from parser.placers import Placers, Seat
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job, generate
 from tests.flowcheck.altered import Packet
 from tests.flowcheck.memory_ring import MemoryRing
 

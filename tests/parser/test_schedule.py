@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import example_job
-from flowcheck.lab.synth.example import sharded_job
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job
+from lab.synth.example import sharded_job
 from parser.engine_config import EngineConfig
 
 from .test_trusted_again import back, iterations, stray, traffic

@@ -15,8 +15,8 @@ from parser.machine import Engine
 from parser.placers import Placers
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job, generate
 from tests.flowcheck.altered import Packet, destination
 from tests.flowcheck.memory_ring import MemoryRing
 

@@ -9,8 +9,8 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import FIRST, ONLY_IMM, PAYLOAD_AT, Packet, destination, opcode, payload, sealed
 
 UNLIKE, ALIKE = (4000, 9000), (4096,)  # elements of the buckets: one place in an iteration, or all, look alike

@@ -12,7 +12,7 @@ from parser.machine import Engine
 from parser.placers import Placers
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
+from lab.synth import example_job, generate
 from tests.flowcheck.altered import Packet
 
 from .test_placers import assert_equal, job_of, passed, placing, plan_of, room, shuffled, until

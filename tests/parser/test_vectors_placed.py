@@ -1,7 +1,7 @@
 """What NCCL's own kernels handed to the network, as RoCEv2 packets, placed back byte for byte: all cases.
 
-The vectors hold SHA-256 and heads, not the bytes. The bytes come from flowcheck.lab.synth, which makes them from the
-same data (tests/flowcheck/lab/synth/test_vectors.py proves them equal to the vectors' masked SHA-256, message by
+The vectors hold SHA-256 and heads, not the bytes. The bytes come from lab.synth, which makes them from the
+same data (tests/lab/synth/test_vectors.py proves them equal to the vectors' masked SHA-256, message by
 message), at the steps that the vectors name. Undefined bytes are filled with noise. synth's transport makes
 packets of them, with CTS writes and acknowledgements, and the reader must rebuild `result_sha256`: from all edges of
 all ranks, and from both directions of one rank alone. Operations of a sequence share their connections.
@@ -25,15 +25,15 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import TransportOptions, example_job
-from flowcheck.lab.synth.chunk_layout import Operation
-from flowcheck.lab.synth.connection import Connection
-from flowcheck.lab.synth.encode import encode, positions
-from flowcheck.lab.synth.families import family_of
-from flowcheck.lab.synth.packets import Endpoint
-from flowcheck.lab.synth.schedule import Message, message_bytes, messages
-from flowcheck.lab.synth.values import Stages, generate_values
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import TransportOptions, example_job
+from lab.synth.chunk_layout import Operation
+from lab.synth.connection import Connection
+from lab.synth.encode import encode, positions
+from lab.synth.families import family_of
+from lab.synth.packets import Endpoint
+from lab.synth.schedule import Message, message_bytes, messages
+from lab.synth.values import Stages, generate_values
 from parser import lane, wire
 from parser.chunk_layout import Protocol, Topology
 from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, Phase, Target

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import Synthesis, example_job, generate
 from parser.engine_config import Phase
 from parser.nccl import CtsElement, of
 from tests.flowcheck.altered import (

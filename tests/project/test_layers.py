@@ -31,8 +31,8 @@ def tree(tmp_path: Path) -> Path:
         "flowcheck/control/protocol.py": "",
         "flowcheck/job/manifest.py": "import json\nfrom flowcheck.errors import UserError\nimport torch\n",
         "flowcheck/cli.py": "import typer\nimport parser.wire, updater\nimport switch_configs\n",
-        "flowcheck/lab/synth/__init__.py": "from flowcheck.job.manifest import Job\nfrom . import frames\n",
-        "flowcheck/lab/synth/frames.py": "import struct\n",
+        "lab/synth/__init__.py": "from flowcheck.job.manifest import Job\nfrom . import frames\n",
+        "lab/synth/frames.py": "import struct\n",
         "switch_configs/__init__.py": "import jinja2\n",
     }
     for name, text in files.items():
@@ -101,14 +101,14 @@ FORBIDDEN = {
     "a room nobody knows": (
         "flowcheck/attic/bad.py", "from flowcheck.errors import UserError\n", "attic is not a room",
     ),
-    "synth": ("flowcheck/lab/synth/bad.py", "from parser import wire\n", "flowcheck.lab.synth.bad: reaches parser"),
+    "synth": ("lab/synth/bad.py", "from parser import wire\n", "lab.synth.bad: reaches parser"),
     "softroce": (
-        "flowcheck/lab/softroce/bad.py", "from parser import wire\n", "flowcheck.lab.softroce.bad: reaches parser",
+        "lab/softroce/bad.py", "from parser import wire\n", "lab.softroce.bad: reaches parser",
     ),
     "synth by a detour": (
-        "flowcheck/lab/synth/bad.py",
+        "lab/synth/bad.py",
         "from flowcheck.cli import x\n",
-        "flowcheck.lab.synth.bad -> flowcheck.cli -> parser.wire",
+        "lab.synth.bad -> flowcheck.cli -> parser.wire",
     ),
 }
 

@@ -23,8 +23,8 @@ from flowcheck.checkpoint.directory import (
 )
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import ModelEntry
-from flowcheck.lab.synth import example_job
 from flowcheck.offline.report import Report, write_report
+from lab.synth import example_job
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
@@ -41,7 +41,7 @@ PUBLIC = [
     "flowcheck.job.manifest",
     "flowcheck.node.config",
     "flowcheck.rebuild.version.replica",
-    "flowcheck.offline.report", "flowcheck.lab.synth", "switch_configs.schema", "updater.reader", "updater.replica",
+    "flowcheck.offline.report", "lab.synth", "switch_configs.schema", "updater.reader", "updater.replica",
 ]
 
 

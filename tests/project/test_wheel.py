@@ -198,3 +198,17 @@ def test_commands_say_it_too(environment: Environment) -> None:
     assert (done.returncode, done.stdout) == (3, "")
     assert "no flowcheck.cli" in done.stderr and "make build" in done.stderr and "Traceback" not in done.stderr
     assert not environment.python.with_name("flowcheck-node").exists()
+
+
+@pytest.mark.slow
+def test_the_lab_is_a_wheel_of_its_own(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT],
+        capture_output=True, text=True, timeout=SECONDS, env={**os.environ, "FLOWCHECK_BUILD": "lab"},
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = file.namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lab", "flowcheck_lab"}
+    assert sum(name.endswith(".so") for name in names) == 7

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.lab.ovs import listens
+from lab.ovs import listens
 
 from ..links import wait_for_links
 

@@ -9,7 +9,7 @@ import pytest
 
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.lab.synth.example import example_job, sharded_job
+from lab.synth.example import example_job, sharded_job
 
 Calls = list[dict[str, Any]]
 FIRST, SECOND, SECOND_AGAIN, FIRST_AGAIN = range(4)  # of an iteration's calls: gathered forwards, and then backwards

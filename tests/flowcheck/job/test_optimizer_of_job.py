@@ -8,8 +8,8 @@ import pytest
 
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.lab.synth import example_job
-from flowcheck.lab.synth.example import sharded_job
+from lab.synth import example_job
+from lab.synth.example import sharded_job
 
 
 def manifest(dtype: str = "float32", masters: str = "", **optimizer: Any) -> dict[str, Any]:

@@ -6,12 +6,12 @@ from parser.observer import Observer
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis
 from flowcheck.learning.captures import observations_of
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.job import Learnt, Progress, learn_from
 from flowcheck.learning.logs import LogFacts
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import Synthesis
 
 NO_HINTS = Hints()
 

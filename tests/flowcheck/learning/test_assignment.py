@@ -18,12 +18,12 @@ from parser.observer import Observer
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Collective, Flow, Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learning import assignment as module
 from flowcheck.learning.assignment import Assignment, assign
 from flowcheck.learning.captures import assign_channels
 from flowcheck.learning.cli import CHANNELS_FOUND
 from flowcheck.learning.connections import Connection, connections
+from lab.synth import Synthesis, example_job, generate
 from tests.nccl_versions import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[3]

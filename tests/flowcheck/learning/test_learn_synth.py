@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict, load_job
-from flowcheck.lab.synth import example_job, generate
-from flowcheck.lab.synth.contents import data_seed
-from flowcheck.lab.synth.values import generate_values
 from flowcheck.learning.captures import learn
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import parse_log
+from lab.synth import example_job, generate
+from lab.synth.contents import data_seed
+from lab.synth.values import generate_values
 from tests.nccl_versions import VERSIONS
 
 from .oracle import learnt, placement, refusal, same

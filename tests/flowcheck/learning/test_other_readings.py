@@ -7,11 +7,11 @@ import pytest
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Collective, Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learning import job as learning
 from flowcheck.learning.hints import Hints, parse_optimizer, parse_ranks
 from flowcheck.learning.job import Learnt
 from flowcheck.learning.logs import parse_log
+from lab.synth import Synthesis, example_job, generate
 
 from .oracle import doubts, learnt, placement, refusal, same
 

@@ -15,16 +15,16 @@ from rich.console import Console
 
 from flowcheck.job.manifest import job_from_dict, load_job
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.lab.synth.connection import TransportOptions
-from flowcheck.lab.synth.packets import WRITE_ONLY_IMM, Endpoint
-from flowcheck.lab.synth.packets import Path as Path_
 from flowcheck.learning.captures import learn
 from flowcheck.learning.connections import connections
 from flowcheck.learning.flow_order import arrange, byte_order, pieces
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.messages import Flow, Message
 from flowcheck.offline.replay import ReplayOptions, replay
+from lab.synth import Synthesis, example_job, generate
+from lab.synth.connection import TransportOptions
+from lab.synth.packets import WRITE_ONLY_IMM, Endpoint
+from lab.synth.packets import Path as Path_
 from tests.nccl_versions import VERSIONS, since
 
 from .oracle import doubts, learnt, placement, refusal, same, unless_refused

@@ -17,9 +17,9 @@ from parser.observer import START_DTYPE, Observer
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Collective, Flow, Job
-from flowcheck.lab.synth import generate
 from flowcheck.learning.assignment import iterations_seen
 from flowcheck.learning.running import ITERATIONS, answer, settle
+from lab.synth import generate
 
 from .test_assignment import is_true, observed, some_job, told, withheld
 

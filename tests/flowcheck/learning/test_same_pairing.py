@@ -3,8 +3,8 @@
 import pytest
 from parser.observer import Observer
 
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learning.connections import Connection, connections
+from lab.synth import Synthesis, example_job, generate
 from parser.findings import interpret
 
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import parse_log
+from lab.synth import Synthesis, example_job, generate
 from tests.nccl_versions import VERSIONS
 
 from .oracle import doubts, learnt, placement, refusal, same, unless_refused

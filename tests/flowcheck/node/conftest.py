@@ -1,4 +1,4 @@
-"""A node as its own process on a veth pair, traffic of flowcheck.lab.synth, and a small trainer that speaks records.
+"""A node as its own process on a veth pair, traffic of lab.synth, and a small trainer that speaks records.
 And replicas in files, with a shelf that looks at them."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Flows, Link, Manifest, Patch, Ranges, Record, Refused, State, Wanted, greet
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, generate
 from flowcheck.node.versions.holdings import MemoryShelf
+from lab.synth import Synthesis, generate
 from updater.replica import Replica
 
 from ...links import wait_for_links

@@ -18,7 +18,6 @@ import flowcheck.node.groups.group
 from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice, Job
-from flowcheck.lab.synth import example_job
 from flowcheck.node.config.capture import Capture
 from flowcheck.node.config.control import Api, Control
 from flowcheck.node.config.node import NodeConfig
@@ -29,6 +28,7 @@ from flowcheck.node.groups.members import Inbound, RankSession
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.ports.silence import Arrivals
 from flowcheck.rebuild.version.events import Event
+from lab.synth import example_job
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -14,7 +14,6 @@ from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
 from flowcheck.control.version import Version
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
-from flowcheck.lab.synth import example_job
 from flowcheck.node.peers.peer_set import digest_of
 from flowcheck.node.peers.shelf import Followed, Shelf
 from flowcheck.node.protect.journal import JobText, Journal
@@ -23,6 +22,7 @@ from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.records import StepRecord
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
+from lab.synth import example_job
 
 
 def journal_job(count: Sequence[int] = (704, 320), **options: Any) -> Job:

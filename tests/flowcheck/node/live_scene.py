@@ -21,7 +21,6 @@ from flowcheck.control.protocol import Record
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
-from flowcheck.lab.synth import example_job
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.members import RankSession
 from flowcheck.node.groups.ranges import Resync
@@ -44,6 +43,7 @@ from flowcheck.rebuild.version.events import (
     Waiting,
 )
 from flowcheck.rebuild.version.healed import Peers
+from lab.synth import example_job
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
 from .group_scene import FakePort

@@ -17,10 +17,10 @@ from parser.placers import Placers
 from flowcheck.control.protocol import Flows, Manifest, Wanted
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.node.groups import assigning as module
 from flowcheck.node.groups.assigning import Assigning, withheld
 from flowcheck.node.groups.checks import union
+from lab.synth import example_job, generate
 
 from ..memory_ring import MemoryRing
 from .conftest import LONGEST

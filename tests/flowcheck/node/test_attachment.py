@@ -29,7 +29,7 @@ from flowcheck.control.protocol import (
     Wanted,
     accept,
 )
-from flowcheck.lab.synth import example_job
+from lab.synth import example_job
 from updater.reader import Reader
 
 from .conftest import LONGEST

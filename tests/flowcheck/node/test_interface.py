@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flowcheck.control.protocol import Wanted
-from flowcheck.lab.synth import example_job
+from lab.synth import example_job
 
 pytestmark = pytest.mark.root
 

@@ -12,7 +12,7 @@ from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.control.protocol import Bye, Joined, Wanted
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
+from lab.synth import example_job
 
 pytestmark = pytest.mark.root
 

@@ -20,7 +20,7 @@ from flowcheck.control.ask import AskError, Node, Offer, reader_key
 from flowcheck.control.protocol import Bye, Joined, Patch, Ranges, Wanted
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
+from lab.synth import example_job
 from updater.reader import Reader
 
 from .conftest import TOKEN

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from flowcheck.control.ask import reader_key
 from flowcheck.control.protocol import Joined, Wanted
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
+from lab.synth import example_job
 
 from ..hand_node import until
 from .conftest import LONGEST, TOKEN

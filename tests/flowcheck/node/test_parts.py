@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.checks import check_gathered, check_job, check_memory, split, union
 from flowcheck.node.ports.counts import grown
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import replica_bytes
+from lab.synth import example_job, sharded_job
 
 
 def test_only_counts_that_have_grown_are_named() -> None:

@@ -17,11 +17,11 @@ import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.lab import netns
 from flowcheck.node.protect.placement import Decided, Member
 from flowcheck.node.protect.registry import ROOT, RegistryError
 from flowcheck.node.protect.registry_etcd import Etcd
 from flowcheck.node.protect.registry_member import Seat
+from lab import netns
 from tests.namespaces import need_namespaces
 
 from ..hand_node import until

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
+from lab.synth import example_job, generate
 
 from .conftest import LONGEST, Lan
 

@@ -15,13 +15,13 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from rich.console import Console
 
-from flowcheck.lab.synth import example_job
 from flowcheck.node.budget import MachineFacts, budget
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.rehearse.jobs import Followed
 from flowcheck.node.rehearse.report import _completeness, _group, _names, _of_group, _of_ring, _to_do, render, report
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job
 
 from .test_rehearsal_report import closed, flow, there
 

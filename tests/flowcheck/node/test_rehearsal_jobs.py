@@ -14,7 +14,6 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.ports.port import Port
@@ -23,6 +22,7 @@ from flowcheck.node.rehearse.jobs import MOST_REASONS, Followed, follow
 from flowcheck.rebuild.iteration.deadline import Times
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.events import GivenUp, Timed
+from lab.synth import example_job, generate
 
 from .conftest import LONGEST
 from .test_port import Opened

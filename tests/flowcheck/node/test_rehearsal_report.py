@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
-from flowcheck.lab.synth import example_job
 from flowcheck.node.rehearse.jobs import Followed
 from flowcheck.node.rehearse.report import Host, _completeness, _group, _of_group, _of_port, _seen, hosts_of, one_sided
 from flowcheck.rebuild.iteration.deadline import Times
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.events import Closed, GivenUp, Timed
+from lab.synth import example_job
 
 
 def flow(src: str, dst: str, **more: Any) -> dict[str, Any]:

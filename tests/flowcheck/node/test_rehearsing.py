@@ -20,12 +20,12 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
 from flowcheck.node.budget import MachineFacts
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.rehearse import rehearsal
 from flowcheck.node.rehearse.rehearsal import Rates, _plan, rehearse, run
+from lab.synth import example_job
 
 FACTS = MachineFacts(1 << 40, 0, {}, frozenset(range(8)), {"ring": 25_000}, {}, {}, {})
 

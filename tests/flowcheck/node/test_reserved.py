@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from flowcheck.lab.synth import example_job
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job
 from tests.flowcheck.memory_ring import MemoryRing
 
 PAGE = 4096

@@ -13,12 +13,12 @@ from flowcheck.control.protocol import Patch, Ranges
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import ModelEntry
-from flowcheck.lab.synth import example_job
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.members import RankSession
 from flowcheck.node.groups.ranges import Resync, wished
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.events import Asked, Patched
+from lab.synth import example_job
 
 from .group_scene import Peer
 from .holes_scene import HOLE, Scene

@@ -34,7 +34,7 @@ from flowcheck.control.protocol import (
 )
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
+from lab.synth import example_job
 from updater.reader import Reader
 
 from .conftest import LONGEST

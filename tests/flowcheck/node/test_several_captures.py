@@ -18,7 +18,7 @@ from dataplane.counters import read_counters
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.control.protocol import Bye, Joined, Wanted
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
+from lab.synth import example_job
 from tests.flowcheck.altered import destination
 
 from .conftest import LONGEST

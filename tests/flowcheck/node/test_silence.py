@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from flowcheck.job.clock import Clock
-from flowcheck.lab.synth import example_job
 from flowcheck.node.ports.silence import LOOK_SECONDS, SECONDS, Arrivals, Silence, Silent
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job
 
 from ..fake_engine import FakeEngine
 

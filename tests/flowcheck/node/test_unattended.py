@@ -21,7 +21,6 @@ from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.control.protocol import Refused
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate, sharded_job
 from flowcheck.node.budget import MachineFacts, budget
 from flowcheck.node.config.capture import Capture, Follow
 from flowcheck.node.config.control import Control
@@ -33,6 +32,7 @@ from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.groups.unattended import SILENT_SECONDS, UNCONFIRMED, Unattended, unattended_jobs
 from flowcheck.node.versions.holdings import DiskShelf
+from lab.synth import example_job, generate, sharded_job
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
 from ..gathered import expected

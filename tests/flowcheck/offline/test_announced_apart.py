@@ -8,8 +8,8 @@ import pytest
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.lab.synth.writer import write_capture
+from lab.synth import Synthesis, example_job, generate
+from lab.synth.writer import write_capture
 from tests.flowcheck.altered import destination
 
 FIRST = 900

@@ -15,12 +15,12 @@ import torch
 import flowcheck
 from flowcheck.errors import EnvironmentProblem, InternalError, UserError
 from flowcheck.job.model import Bucket, BucketSlice
-from flowcheck.lab.synth import example_job
 from flowcheck.offline import child
 from flowcheck.offline.gradients import gradients_of
 from flowcheck.offline.result import Missing, result_of
 from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.plan import BucketPlace
+from lab.synth import example_job
 
 PCAPS = Path(__file__).resolve().parents[3] / "pcaps"
 CAPTURE, JOB = PCAPS / "ring2-ll.pcap", PCAPS / "ring2-ll.job.json"

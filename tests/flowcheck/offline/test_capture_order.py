@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.lab.synth.writer import write_capture
+from lab.synth import Synthesis, example_job, generate
+from lab.synth.writer import write_capture
 
 OTHER = bytes(12) + b"\x88\xb5" + bytes(46)  # an experimental EtherType: nothing of ours
 

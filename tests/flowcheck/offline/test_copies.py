@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.lab.synth.writer import write_capture
+from lab.synth import Synthesis, example_job, generate
+from lab.synth.writer import write_capture
 from tests.flowcheck.altered import MIDDLE, Packet, altered, messages, opcode, sealed, spots
 
 COUNTS, BASE = [3001, 9000], 12032  # bucket 1 begins on the next 64 bytes after 3001 fp32 elements

@@ -13,9 +13,9 @@ from rich.console import Console
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job, dtype_size
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import Synthesis, example_job, generate
 from tests.nccl_versions import since
 
 pytestmark = pytest.mark.usefixtures("eal")

@@ -15,11 +15,11 @@ from parser.machine import Engine
 from rich.console import Console
 
 from flowcheck.job.model import Collective, Job, dtype_size
-from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.iteration.evidence import BucketCoverage, bucket_coverage
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import Synthesis, example_job, generate
+from lab.synth.writer import write_capture
 from tests.flowcheck.altered import Packet, destination, psn, sealed
 
 pytestmark = pytest.mark.usefixtures("eal")

@@ -22,10 +22,10 @@ from scapy.utils import RawPcapNgReader, RawPcapReader
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import dtype_size
-from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
+from lab.synth.writer import write_capture
 
 pytestmark = pytest.mark.usefixtures("eal")
 

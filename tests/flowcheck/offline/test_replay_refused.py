@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from flowcheck.errors import UserError
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.offline.replay import ReplayOptions, replay, run
+from lab.synth import example_job, generate
 
 pytestmark = pytest.mark.usefixtures("eal")
 

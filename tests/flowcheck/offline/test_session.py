@@ -13,9 +13,9 @@ import pytest
 
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.errors import UserError
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.offline.gradients import read_gradients
 from flowcheck.rebuild.version.events import Lost
+from lab.synth import example_job, sharded_job
 from tests.flowcheck.by_hand import Replayed, begin_session
 
 Begin = Callable[..., Replayed]

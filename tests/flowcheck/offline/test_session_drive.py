@@ -19,12 +19,12 @@ from rich.console import Console
 
 from dataplane.pcapfile import PcapInfo
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.rebuild import calibration
 from flowcheck.rebuild.calibration import DEFAULT, question
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import JobReplica
+from lab.synth import Synthesis, example_job, generate
 from parser.chunk_layout import Protocol
 from tests.flowcheck.by_hand import info
 from tests.flowcheck.memory_ring import MemoryRing

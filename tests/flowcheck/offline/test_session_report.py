@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.offline.session import ReplayOptions
 from flowcheck.rebuild.iteration.wording import flow_name
+from lab.synth import example_job, sharded_job
 from tests.flowcheck.by_hand import Replayed, begin_session
 
 Begin = Callable[..., Replayed]

@@ -1,6 +1,6 @@
 """synth -> replay, through files, DPDK and every stage: exactly the truth, or the right incomplete set.
 
-The generator (flowcheck.lab.synth) and the reader (parser) were written apart from the same reference and
+The generator (lab.synth) and the reader (parser) were written apart from the same reference and
 share no code, so agreement over their whole common domain is evidence for both.
 """
 
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flowcheck.job.model import Job, dtype_size
-from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.offline.replay import ReplayOptions, replay
+from lab.synth import Synthesis, example_job, generate
 from tests.nccl_versions import VERSIONS
 
 pytestmark = pytest.mark.usefixtures("eal")

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay
+from lab.synth import Synthesis, example_job, generate
+from lab.synth.writer import write_capture
 
 pytestmark = pytest.mark.usefixtures("eal")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.plan import loss_law as law
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 
 MTU = 1024
 CHUNK = 8192  # float32 elements of a full LL chunk (nccl-wire 2.3)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parser.lane import messages
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.plan import wire_volume as wire
+from lab.synth import example_job, generate
 from parser.chunk_layout import Protocol
 from parser.wire import edge_lane
 

@@ -14,12 +14,12 @@ import pytest
 import flowcheck.rebuild.version.follower
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.events import Closed, Event, Lost, Skipped, Waiting
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.policy import Policy
 from flowcheck.rebuild.version.records import StepRecord
+from lab.synth import example_job
 from updater.errors import ReplicaError
 
 from ..fake_engine import FakeEngine, FakeSource, whole

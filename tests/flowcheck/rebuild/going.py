@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from flowcheck.job.model import ModelEntry
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.version.going_on import PartialFollower
 from flowcheck.rebuild.version.policy import Policy
+from lab.synth import example_job
 from updater.errors import ReplicaError
 
 from ..fake_engine import FakeSource

@@ -9,11 +9,11 @@ import pytest
 
 import flowcheck.rebuild.version.follower
 from flowcheck.job.clock import Clock
-from flowcheck.lab.synth import example_job
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed
 from flowcheck.rebuild.version.records import StepRecord
+from lab.synth import example_job
 
 from ..fake_engine import FakeEngine, FakeSource, Packet
 

@@ -17,11 +17,11 @@ from parser.machine import Engine, choose_icrc, choose_placing, icrc_kernels, pl
 
 from flowcheck.diagnose.doctor import Machine, Wanted, host
 from flowcheck.errors import UserError
-from flowcheck.lab.bench import adam as bench_adam
-from flowcheck.lab.bench import place as bench_place
-from flowcheck.lab.bench.workload import make
 from flowcheck.rebuild import calibration
 from flowcheck.rebuild.calibration import DEFAULT, NAMES, SETTING, Ground, Way, calibrate, question, settle
+from lab.bench import adam as bench_adam
+from lab.bench import place as bench_place
+from lab.bench.workload import make
 from parser import place
 from parser.chunk_layout import Protocol
 from updater import kernels, tuning

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.iteration.collector import EvidenceCollector
 from flowcheck.rebuild.iteration.verdict import StreamEvidence
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 
 STREAMS = (StreamEvidence("a", "past"), StreamEvidence("b", "past"))
 SMALL, LARGE = 50_000, 1_200_000  # elements; the bitmap of the larger has 75 kB

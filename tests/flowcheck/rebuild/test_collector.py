@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.iteration.collector import EvidenceCollector
 from flowcheck.rebuild.iteration.given import Given
 from flowcheck.rebuild.iteration.verdict import BucketEvidence, Clause, Evidence, StreamEvidence
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job, sharded_job
 from parser.nccl import of
 
 from ..fake_engine import FakeEngine

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.iteration.evidence import bucket_coverage, data_flows, elements_of
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job, sharded_job
 from tests.flowcheck.fake_engine import FakeEngine
 
 GRADIENT, PARAMETERS = 1, 2

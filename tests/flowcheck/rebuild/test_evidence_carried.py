@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import Synthesis, example_job, generate, sharded_job
 from flowcheck.rebuild.iteration import evidence
 from flowcheck.rebuild.iteration.evidence import bucket_coverage, parameter_bytes
 from flowcheck.rebuild.iteration.intervals import intervals, total
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.version.replica import JobReplica
+from lab.synth import Synthesis, example_job, generate, sharded_job
 from tests.flowcheck.altered import Packet, destination, messages
 from tests.flowcheck.fake_engine import FakeEngine
 

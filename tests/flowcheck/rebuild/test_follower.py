@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 import flowcheck.rebuild.version.follower
 from flowcheck.errors import UserError
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.iteration import verdict
 from flowcheck.rebuild.version.events import Closed, Lost, Read, Skipped
 from flowcheck.rebuild.version.policy import Policy
+from lab.synth import example_job, sharded_job
 
 from ..fake_engine import FakeSource, Packet, whole
 from .followed import PARTLY, FakeReplica, Followed, port

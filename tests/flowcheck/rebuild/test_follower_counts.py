@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.iteration.deadline import Times
 from flowcheck.rebuild.version.events import Closed, Event, Lost, Timed
 from flowcheck.rebuild.version.follower import LOOK_SECONDS
+from lab.synth import example_job
 
 from ..fake_engine import FakeSource, Packet, whole
 from .followed import PARTLY, port

@@ -12,10 +12,10 @@ import torch
 from flowcheck.checkpoint.directory import load_parameters
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Collective, Job
-from flowcheck.lab.synth import sharded_job
 from flowcheck.rebuild.iteration.evidence import BucketCoverage, bucket_coverage
 from flowcheck.rebuild.iteration.sharded import Gathered, ShardedParameters
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import sharded_job
 from tests.flowcheck.fake_engine import FakeEngine
 
 

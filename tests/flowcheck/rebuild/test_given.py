@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.iteration.given import NOTHING, Answer, Given, Hearsay, open_holes, place, question
 from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job
 from tests.flowcheck.fake_engine import FakeEngine
 
 # Two buckets: 81 elements in cells 0 to 41 (the last one holds one element), and 20 in cells 48 to 58.

@@ -3,13 +3,13 @@
 import pytest
 from parser.machine import NOTHING_SEEN, Engine
 
-from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.iteration.holes import HoleWatch
 from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.version.events import Closed, Event
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.policy import Policy
+from lab.synth import TransportOptions, example_job, generate
 from tests.flowcheck.altered import Packet as Frame
 from tests.flowcheck.altered import opcode, spots
 from tests.flowcheck.fake_engine import FakeEngine, FakeSource, Packet

@@ -10,9 +10,9 @@ import torch
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import JobReplica
+from lab.synth import example_job
 
 from ..by_hand import Replayed, begin_session
 from ..fake_engine import FakeEngine

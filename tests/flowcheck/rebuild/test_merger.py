@@ -3,10 +3,10 @@
 import pytest
 from parser.machine import Engine
 
-from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.iteration.given import Given
 from flowcheck.rebuild.iteration.merger import SOURCES, filled, healed
 from flowcheck.rebuild.plan import BucketPlace, plan_job
+from lab.synth import TransportOptions, example_job, generate
 from tests.flowcheck.altered import altered, spots
 from tests.flowcheck.fake_engine import FakeEngine
 

@@ -11,11 +11,11 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job, ParameterGroup
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.version.partial import MOST, OPEN, Partial, Patch, cost_of
 from flowcheck.rebuild.version.stale import SHARE, Range
+from lab.synth import example_job
 from updater.errors import ReplicaError
 
 FIRST, SECOND = ["layer1.bias", "layer1.weight"], ["layer0.bias", "layer0.weight"]  # 8 and 62, 3 and 27 elements

@@ -11,8 +11,8 @@ import pytest
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, sharded_job
 from tests.nccl_versions import UNREAD
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.plan import plan_job, topology_of
+from lab.synth import example_job, sharded_job
 from parser.chunk_layout import Protocol
 from parser.engine_config import Phase, Target
 from parser.wire import edge_lane

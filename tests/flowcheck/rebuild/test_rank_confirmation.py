@@ -3,9 +3,9 @@
 import pytest
 
 from flowcheck.job.model import Collective
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.iteration.rank_confirmation import contradiction, on_trust, other_version
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job
 from parser.nccl import CTS_ELEMENTS, of
 
 RANKS = "ranks of the flows: as the manifest says, nothing in the captures confirms them"

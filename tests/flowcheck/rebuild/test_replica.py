@@ -15,10 +15,10 @@ from flowcheck.checkpoint.directory import load_step
 from flowcheck.control.checksum import checksum
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job, ModelEntry
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions, replica_bytes
+from lab.synth import example_job
 from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
 from updater.reader import Reader
 from updater.replica import Replica, Slot

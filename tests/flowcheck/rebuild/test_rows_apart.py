@@ -1,6 +1,6 @@
 """Every two rows of the table of NCCL versions are told apart by traffic, or it is written here why they cannot be.
 
-Traffic is that of flowcheck.lab.synth, whose own table was written apart from the parser's.
+Traffic is that of lab.synth, whose own table was written apart from the parser's.
 """
 
 import random
@@ -13,11 +13,11 @@ from parser.machine import Engine
 from parser.observer import Observer
 
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate
-from flowcheck.lab.synth.families import family_of
 from flowcheck.learning.messages import observed_flows
 from flowcheck.rebuild.iteration.rank_confirmation import other_version
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import Synthesis, example_job, generate
+from lab.synth.families import family_of
 from parser.nccl import CTS_ELEMENTS, TABLE, Nccl, span
 from tests.flowcheck.altered import destination, opcode, sealed
 

@@ -14,9 +14,9 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import ModelEntry
 from flowcheck.job.sampling import PERIOD, PICKED, Sampling
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.version.records import StepRecord, StepRecords
 from flowcheck.rebuild.version.sampled import Sampled
+from lab.synth import example_job
 
 from ..sample_oracle import sample_of
 

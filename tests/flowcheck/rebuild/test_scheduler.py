@@ -4,9 +4,9 @@ import pytest
 from parser.machine import NOTHING_SEEN
 
 from flowcheck.errors import UserError
-from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job, sharded_job
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
 from ..scheduled import Scheduled, live

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parser.machine import Engine
 
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import example_job, generate
 
 from ..fake_engine import FakeSource, Packet, whole
 from ..memory_ring import MemoryRing

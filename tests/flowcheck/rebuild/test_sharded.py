@@ -18,9 +18,9 @@ from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Collective, Job, Optimizer, ParameterGroup, dtype_size
-from flowcheck.lab.synth import Synthesis, generate, sharded_job
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
+from lab.synth import Synthesis, generate, sharded_job
 from tests.flowcheck.gathered import expected
 from tests.nccl_versions import VERSIONS
 

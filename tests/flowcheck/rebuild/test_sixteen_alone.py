@@ -14,11 +14,11 @@ from flowcheck.checkpoint.directory import load_step
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import JobReplica
 from flowcheck.trainer.describe.description import Watch, check_gradients, entries
+from lab.synth import example_job, generate
 from updater.rounding_modes import GRAIN
 
 from ..fake_engine import FakeEngine

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from flowcheck.job.clock import Clock
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.iteration.evidence import BucketCoverage, elements_of
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.building import Built, VersionBuilder
 from flowcheck.rebuild.version.records import StepRecord, StepRecords
+from lab.synth import example_job
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.step import StepValues
 

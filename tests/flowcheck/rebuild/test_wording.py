@@ -2,9 +2,9 @@
 
 import pytest
 
-from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.iteration.wording import describe_disagreement, flow_name, refusal
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from lab.synth import example_job
 from tests.flowcheck.fake_engine import FakeEngine
 
 OURS, OTHER = 0, 2  # the flows with data

@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from flowcheck.lab.fabric import Fabric
-from flowcheck.lab.shape import FabricConfig
+from lab.fabric import Fabric
+from lab.shape import FabricConfig
 
 from . import scripts  # fills the table
 from .stage import Stage

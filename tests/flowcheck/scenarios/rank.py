@@ -45,7 +45,7 @@ def play(rank: int, ranks: int, out: Path, order: dict[str, Any]) -> None:
 def main() -> None:
     rank, ranks, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
-    for name in ("torch._dynamo", "flowcheck.lab.softroce", "tests.flowcheck.scenarios.scripts"):
+    for name in ("torch._dynamo", "lab.softroce", "tests.flowcheck.scenarios.scripts"):
         importlib.import_module(name)
     print(json.dumps({"event": "ready"}), flush=True)
     for line in sys.stdin:

@@ -22,10 +22,10 @@ from urllib.request import Request, urlopen
 
 import flowcheck
 from flowcheck.control.ask import reader_key
-from flowcheck.lab import netns
-from flowcheck.lab.children import Children
-from flowcheck.lab.fabric import Fabric
-from flowcheck.lab.run import Cores
+from lab import netns
+from lab.children import Children
+from lab.fabric import Fabric
+from lab.run import Cores
 
 from .judge import Boundary, Offer, Verdict, Version, judge
 from .run import sha256

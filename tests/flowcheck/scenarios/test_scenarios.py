@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ..lab.conftest import lab_of
+from ...lab.conftest import lab_of
 from . import scripts  # fills the table
 from .stage import Stage
 from .table import SCENARIOS

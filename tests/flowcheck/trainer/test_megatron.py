@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 import flowcheck
 from flowcheck.errors import UserError
-from flowcheck.lab.megatron import Places, as_cuda, make
 from flowcheck.trainer.describe.description import Watch, check_gradients, entries, group_options
 from flowcheck.trainer.describe.megatron import Megatron, instances, torch_optimizer
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.recover.recovered import Recovered
+from lab.megatron import Places, as_cuda, make
 
 from ..hand_node import TOKEN, HandNode, until
 from ..pair import join, leave

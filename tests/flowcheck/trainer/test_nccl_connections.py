@@ -12,11 +12,11 @@ import pytest
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
 from flowcheck.node.groups.checks import union
 from flowcheck.trainer.nccl.connections import describe
 from flowcheck.trainer.nccl.log import Log, parse_log
 from flowcheck.trainer.nccl.rdma import Gid, KernelQueuePair
+from lab.synth import example_job
 
 from .nccl_text import VERSIONS, Shape, text
 

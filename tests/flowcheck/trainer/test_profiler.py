@@ -17,7 +17,6 @@ import torch
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import example_job
 from flowcheck.trainer import plugin as installed
 from flowcheck.trainer.describe.description import Watch, entries
 from flowcheck.trainer.nccl.profiler import (
@@ -31,6 +30,7 @@ from flowcheck.trainer.nccl.profiler import (
 )
 from flowcheck.trainer.nccl.profiler_calls import History, compare, with_choices
 from flowcheck.trainer.plugin import plugin_path
+from lab.synth import example_job
 from tests.flowcheck.trainer.described import net
 from tests.flowcheck.trainer.nccl_driver import HERE, MINORS, Driver, call, calls_of, compile_c
 

@@ -1,0 +1,114 @@
+"""One rank of `make gpu-demo`: torch's own DDP on NCCL, with `prepare` and `attach` as any training script has them.
+
+    python -P -m lab.gpu.rank '{"rank": 0, "ranks": 2, ...}'
+
+What is not a training script's: `topology`, because the network is the lab's and no RDMA device is listed anywhere, and
+the hashes of all state after each iteration (OUT/rankR.jsonl, as lab.compare reads them). Needs torch and the
+trainers' side of FlowCheck, no compiled part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import flowcheck
+from lab.gpu.plugin import PROTOCOLS, read_flows
+from lab.wrapping import hashes
+
+__all__ = ["Told", "main", "run"]
+
+WIDTH, CLASSES, BATCH = 192, 16, 32
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    # lr is a power of two: lr * gradient is exact, so that any order of rounding gives the same bits, and a difference
+    # is the wire's.
+    "sgd": (torch.optim.SGD, {"lr": 2.0**-6}),
+    "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
+    # 0.95: a beta of which a GPU's powf is not correctly rounded in the steps that are run here (decision 0033).
+    "adamw-fused": (torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.95), "fused": True}),
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """rank, ranks, iterations: obvious. backend, device: nccl and cuda. optimizer: one of OPTIMIZERS. protocol, nccl:
+    what NCCL was told, and its version. master: HOST:PORT of torch's rendezvous. out, seconds: where hashes go, and how
+    long the node's last version is waited for."""
+
+    rank: int
+    ranks: int
+    iterations: int
+    optimizer: str
+    protocol: str
+    nccl: str
+    master: str
+    out: str
+    backend: str = "nccl"
+    device: str = "cuda"
+    seconds: float = 20.0
+
+    def topology(self) -> dict[str, Any]:
+        """For `attach`: the network's own list, and what NCCL was told by its variables."""
+        flows = read_flows(Path(self.out) / f"flows{self.rank}.jsonl")
+        return {"flows": flows, "communicator": {
+            "ranks": self.ranks, "nccl_version": self.nccl, "protocol": PROTOCOLS[self.protocol], "algorithm": "ring",
+            "channels": 1, "mtu": 4096,
+        }}
+
+
+def make_model() -> nn.Module:
+    """The same in every process: its weights are drawn on the CPU."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+
+def run(told: Told) -> None:
+    prepared = flowcheck.prepare()
+    for problem in prepared.problems:
+        print(f"prepare: {problem}", file=sys.stderr)
+    dist.init_process_group(told.backend, init_method=f"tcp://{told.master}", rank=told.rank, world_size=told.ranks)
+    cuda = told.device == "cuda"
+    model = DistributedDataParallel(make_model().to(told.device), device_ids=[0] if cuda else None, bucket_cap_mb=0.1)
+    kind, options = OPTIMIZERS[told.optimizer]
+    optimizer = kind(model.parameters(), **options)
+    attachment = flowcheck.attach(model, optimizer, checksum_every=1, topology=told.topology)
+    torch.manual_seed(100 + told.rank)
+    with (Path(told.out) / f"rank{told.rank}.jsonl").open("w") as out:
+        for iteration in range(told.iterations):
+            x, y = torch.randn(BATCH, 64), torch.randint(CLASSES, (BATCH,))
+            with attachment.iteration():
+                optimizer.zero_grad(set_to_none=True)
+                nn.functional.cross_entropy(model(x.to(told.device)), y.to(told.device)).backward()
+                optimizer.step()
+            mine = hashes(model.module, optimizer)
+            out.write(json.dumps({"stage": 0, "rank": told.rank, "iteration": iteration, "buffers": [], **mine}) + "\n")
+            out.flush()
+    end = time.monotonic() + told.seconds
+    while attachment.published[0] < told.iterations - 1 and attachment.state != "refused" and time.monotonic() < end:
+        time.sleep(0.05)
+    said = {"rank": told.rank, "state": str(attachment.state), "why": attachment.why, "published": attachment.published}
+    attachment.close()
+    dist.destroy_process_group()
+    print(json.dumps(said), flush=True)
+
+
+def main() -> int:
+    told = Told(**json.loads(sys.argv[1]))
+    run(told)
+    return 0
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    os._exit(status)  # torch's and NCCL's own threads have nothing more to say, and some of them do not end
