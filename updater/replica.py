@@ -6,10 +6,7 @@ Model:
     slot 1   BUILDING  version t+1     written from t and the gradients, bucket by bucket
     slot 2   PINNED    version t-1     a reader (persistence, recovery) has not finished with it
 
-    FREE -> BUILDING -> COMPLETE <-> PINNED        build, publish, pin, last unpin
-             | |           `-> FREE                the oldest complete version makes room, or one is withdrawn
-             | `-> PARTIAL -> FREE                 hold; its successor is held or published, or it is abandoned
-             `-> FREE                              discard: an iteration that was lost
+States of a slot and their legal changes: updater/slots.py.
 
 A replica may begin without any version (`empty`): with a partial one, of which every element is anything. Its file has
 no name before the first version is complete, so a kill before that leaves nothing.
@@ -36,10 +33,7 @@ of a job that starts at step 0 has step i+1, also if the trainer skipped its opt
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,7 +44,7 @@ import torch
 from updater import kernels
 from updater.arrays import check_alone, check_tensors
 from updater.constants import check_buffers, fill
-from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
+from updater.errors import OptimizerError, ReplicaError
 from updater.found import check_found, describe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -58,21 +52,14 @@ from updater.reader import not_mine
 from updater.remarks import read, remarks
 from updater.rounding_modes import RoundingMode, cpu_root
 from updater.slot import Slot, SlotState
+from updater.slots import Slots
 from updater.step import StepValues
-from updater.store import BUILDING, COMPLETE, FREE, Store
+from updater.store import Store
 from updater.tuning import chosen
 from updater.verify import Comparison, tensors_of
 
 __all__ = ["Replica", "Slot", "SlotState"]
 
-_EDGES = {
-    SlotState.FREE: (SlotState.BUILDING,),
-    SlotState.BUILDING: (SlotState.COMPLETE, SlotState.PARTIAL, SlotState.FREE),
-    SlotState.PARTIAL: (SlotState.FREE,),
-    SlotState.COMPLETE: (SlotState.PINNED, SlotState.FREE),
-    SlotState.PINNED: (SlotState.COMPLETE,),
-}
-_WHOLE = (SlotState.COMPLETE, SlotState.PINNED)
 MOST_STEPS = 1 << 47  # that a word of the file has room for
 
 
@@ -132,15 +119,15 @@ class Replica:
         store = Store.create(layout, path)
         store.lock_writer(path)
         self._take_over(store, optimizer, rounding, divisor, threads)
-        first = self._take_slot(step)
+        first = self._slots.take(step)
         if empty:
             first.clear(step, values)
-            self._set_state(first, SlotState.PARTIAL)
+            self._slots.hold(first)
             return
         for (name, _), constant in store.tensors(None).items():
             constant.copy_(tensors[name])
         first.load(tensors, state, step, values)
-        self._complete(first)
+        self._slots.complete(first)
 
     @classmethod
     def attach(
@@ -166,12 +153,7 @@ class Replica:
         """The replica that lies in an attached file."""
         (spec, rounding, newest), replica = found, cls.__new__(cls)
         replica._take_over(store, spec, rounding, int(store.layout["divisor"]), threads)
-        for slot in replica.slots:
-            state, slot.step = store.slot_header(slot.index) or (FREE, 0)
-            slot.state = SlotState.COMPLETE if state == COMPLETE else SlotState.FREE
-            if state == BUILDING:
-                store.set_slot_header(slot.index, FREE, 0)
-        replica._current = replica.slots[newest]
+        replica._slots.find(newest)
         return replica
 
     def _take_over(self, store: Store, spec: OptimizerSpec, rounding: RoundingMode, divisor: int, threads: int) -> None:
@@ -179,15 +161,11 @@ class Replica:
             cpu_root()  # takes half a second once; not in the first iteration
         self.optimizer, self.rounding = spec, rounding
         self._store = store
-        self._kept: tuple[int, ...] = ()
-        self._withdrawn: set[int] = set()  # slots that this process has pinned, and nobody else may any more
-        self.refused = 0  # how often a slot was wanted and none was free
-        self._current: Slot | None = None
-        self._lock = threading.Lock()
         self._tuning = chosen()
         self._pool = kernels.Pool(threads, "", *self._tuning)
         self._comparers: kernels.Pool | None = None
         self.slots = [Slot(store, i, spec, rounding, self._pool, divisor) for i in range(store.slots)]
+        self._slots = Slots(self.slots, store)
         self._shapes = {a.name: a.shape for a in store.arrays if a.role == "p"}
         self._alone = next((a.name for a in store.arrays if a.role == "p" and a.dtype != "float32"), "")
 
@@ -212,22 +190,25 @@ class Replica:
     @property
     def current(self) -> Slot:
         """The newest published version. Pin it to read it while updates go on. Raises ReplicaError: there is none."""
-        if self._current is None:
-            raise ReplicaError("no version of this replica is complete yet")
-        return self._current
+        return self._slots.current
 
     @property
     def empty(self) -> bool:
         """No version has been complete yet."""
-        return self._current is None
+        return self._slots.empty
+
+    @property
+    def refused(self) -> int:
+        """How often a slot was wanted and none was free."""
+        return self._slots.refused
 
     @property
     def building(self) -> Slot | None:
-        return next((slot for slot in self.slots if slot.state is SlotState.BUILDING), None)
+        return self._slots.building
 
     @property
     def partial(self) -> Slot | None:
-        return next((slot for slot in self.slots if slot.state is SlotState.PARTIAL), None)
+        return self._slots.partial
 
     @property
     def base(self) -> Slot:
@@ -256,8 +237,7 @@ class Replica:
                 f"{self._alone!r} is updated in 16 bits alone: there is no kernel for gradients with a loss scale"
             )
         check_buffers(self._store, values.buffers)
-        with self._lock:
-            slot = self._take_slot(step)
+        slot = self._slots.take(step)
         slot.begin(base, step, layout, values)
         return slot
 
@@ -269,8 +249,7 @@ class Replica:
         """
         if self.building is not None or step < self.base.step or (not self.empty and step <= self.current.step):
             raise ReplicaError(f"step {step} cannot be received after step {(self.building or self.base).step}")
-        with self._lock:
-            slot = self._take_slot(step)
+        slot = self._slots.take(step)
         slot.receive(step)
         return slot
 
@@ -279,7 +258,7 @@ class Replica:
 
         ranges, values: as of `Slot.patch`. Raises ReplicaError for what does not fit; nothing is written then.
         """
-        if self._current is not None:
+        if not self.empty:
             raise ReplicaError("a complete version has these constants; they cannot be written any more")
         fill(self._store, ranges, values)
 
@@ -310,22 +289,11 @@ class Replica:
         slot.end()
         before = self.partial
         if state is SlotState.COMPLETE:
-            self._complete(slot)
+            self._slots.complete(slot)
         else:
-            with self._lock:
-                self._set_state(slot, state)
+            self._slots.hold(slot)
         if before is not None:
-            with self._lock:
-                self._set_state(before, SlotState.FREE)
-
-    def _complete(self, slot: Slot) -> None:
-        """A version is there to be read. The first one of a replica gives its file a name."""
-        self._store.set_time(slot.index, time.time_ns())
-        with self._lock:
-            self._set_state(slot, SlotState.COMPLETE)
-            first, self._current = self._current is None, slot
-        if first:
-            self._store.publish_file()
+            self._slots.free(before)
 
     def leap(self, step: int) -> None:
         """Go on at a later step than the next one, with a partial version of which every element is anything.
@@ -334,19 +302,19 @@ class Replica:
         """
         if self.building is not None or step <= self.base.step:
             raise ReplicaError(f"no leap to step {step} from step {(self.building or self.base).step}")
-        with self._lock:
-            slot = self.partial
-            if slot is None:
-                slot = self._take_slot(step)
-                slot.follow(self.current)
-                self._set_state(slot, SlotState.PARTIAL)
+        slot = self.partial
+        if slot is not None:
             slot.step = step
+            return
+        slot = self._slots.take(step)
+        slot.follow(self.current)
+        self._slots.hold(slot)
 
     def abandon(self) -> None:
         """Give the partial version up, if there is one. Not while a build is under way. An empty replica has nothing
         to go on from then."""
         if self.partial is not None:
-            self._set_state(self.partial, SlotState.FREE)
+            self._slots.free(self.partial)
 
     def heard(self, step: int) -> None:
         """Say in the file that the trainers have made this step: versions are as old as they are behind it."""
@@ -371,29 +339,13 @@ class Replica:
         if self.building is not None:
             raise ReplicaError(f"step {self.building.step} is being built; discard it first")
         self.abandon()
-        after = -1 if self._store.verified is None else self._store.verified
-        with self._lock:
-            gone = [slot for slot in self.slots if slot.step > after and self._is_whole(slot)]
-            for slot in sorted(gone, key=lambda slot: -slot.step):  # the newest first: whatever a kill leaves, is whole
-                if slot.state is SlotState.PINNED:
-                    self._withdrawn.add(slot.index)
-                    self._store.set_slot_header(slot.index, FREE, 0)
-                else:
-                    self._set_state(slot, SlotState.FREE)
-            left = [slot for slot in self.slots if self._is_whole(slot)]
-            self._current = max(left, key=lambda slot: slot.step, default=None)
-        return sorted(slot.step for slot in gone)
-
-    def _is_whole(self, slot: Slot) -> bool:
-        """Is it a version that may be read?"""
-        return slot.state in _WHOLE and slot.index not in self._withdrawn
+        return self._slots.withdraw(-1 if self._store.verified is None else self._store.verified)
 
     def discard(self, slot: Slot) -> None:
         """Throw a half-built version away. Work that no worker has begun is not done."""
         self._must_be_building(slot, "discarded")
         slot.end(cancel=True)
-        with self._lock:
-            self._set_state(slot, SlotState.FREE)
+        self._slots.free(slot)
 
     def compare(self, slot: Slot, checksums: Mapping[str, int]) -> Comparison:
         """Compare what has been applied to a slot with a trainer's checksums; do not publish or discard it meanwhile.
@@ -414,32 +366,13 @@ class Replica:
         It stays also where this object is closed meanwhile and the file is taken up by another one, here or in another
         process: what is pinned is locked in the file, too. Raises ReplicaError if that cannot be.
         """
-        with self._lock:
-            slot = self.current
-            try:
-                lock = self._store.pin(slot.index) if self._store.fd >= 0 else None
-            except OSError as error:
-                raise ReplicaError(f"version {slot.step} cannot be pinned: {error.strerror}") from None
-            if slot.state is SlotState.COMPLETE:
-                self._set_state(slot, SlotState.PINNED)
-            slot.pins += 1
-        try:
+        with self._slots.pinned() as slot:
             yield slot
-        finally:
-            with self._lock:
-                slot.pins -= 1
-                if not slot.pins:
-                    self._set_state(slot, SlotState.COMPLETE)
-                    if slot.index in self._withdrawn:
-                        self._withdrawn.discard(slot.index)
-                        self._set_state(slot, SlotState.FREE)
-                if lock is not None:
-                    os.close(lock)
 
     @property
     def steps(self) -> list[int]:
         """Steps of the complete versions, newest last."""
-        return sorted(s.step for s in self.slots if self._is_whole(s))
+        return self._slots.steps
 
     def keep(self, steps: Sequence[int]) -> None:
         """Reuse the slots of these steps last, the first of them last of all, until other ones are said.
@@ -447,7 +380,7 @@ class Replica:
         For a job of several nodes: the step that all of them have should stay. It is no pin: where no other slot can be
         taken, one of these is, and no update waits for a node.
         """
-        self._kept = tuple(steps)
+        self._slots.keep(steps)
 
     def rollback(self, step: int) -> Slot:
         """Go on from an older complete version; newer ones, a partial one too, are given up. Not while one is built.
@@ -456,19 +389,7 @@ class Replica:
         """
         if self.building is not None:
             raise ReplicaError(f"step {self.building.step} is being built; publish or discard it first")
-        with self._lock:
-            found = next((s for s in self.slots if s.step == step and s.state in _WHOLE), None)
-            if found is None:
-                raise ReplicaError(f"no complete version {step}; there is {', '.join(map(str, self.steps))}")
-            whole = sorted((s for s in self.slots if s.state in _WHOLE), key=lambda s: -s.step)
-            for slot, older in itertools.pairwise(whole):  # the newest first: whatever a kill leaves, is whole
-                if slot is found:
-                    break
-                if slot.state is SlotState.PINNED or not self._store.lock_slot(slot.index):
-                    raise NoFreeSlot(f"version {slot.step} is pinned; it cannot be given up yet")
-                self._current = older
-                self._set_state(slot, SlotState.FREE)
-                self._store.unlock_slot(slot.index)
+        self._slots.rollback(step)
         self.abandon()
         return self.current
 
@@ -477,31 +398,3 @@ class Replica:
             raise ReplicaError(
                 f"slot {slot.index} is {slot.state.value}; only a slot being built can be {what}"
             )
-
-    def _take_slot(self, step: int) -> Slot:
-        """A free slot, else a complete one that nobody, here or in another process, has pinned: the oldest that is not
-        kept, then the least of those that are."""
-        idle = [s for s in self.slots if s.state in (SlotState.FREE, SlotState.COMPLETE) and s is not self._current]
-        last = {step: -i for i, step in enumerate(self._kept)}
-        for slot in sorted(idle, key=lambda s: (
-                (0, s.step) if s.state is SlotState.FREE else (2, last[s.step]) if s.step in last else (1, s.step))):
-            if self._store.lock_slot(slot.index):
-                if slot.state is SlotState.COMPLETE:
-                    self._set_state(slot, SlotState.FREE)
-                slot.step = step
-                self._set_state(slot, SlotState.BUILDING)
-                return slot
-        self.refused += 1
-        raise NoFreeSlot(f"all {len(self.slots)} slots are current or pinned; the update waits")
-
-    def _set_state(self, slot: Slot, state: SlotState) -> None:
-        """The only place where a slot changes state."""
-        if state not in _EDGES[slot.state]:
-            raise ReplicaError(f"slot {slot.index} cannot go from {slot.state.value} to {state.value}")
-        before, slot.state = slot.state, state
-        if state is SlotState.PINNED or before is SlotState.PINNED:
-            return  # of this process alone
-        if before in (SlotState.BUILDING, SlotState.PARTIAL) and state is not SlotState.PARTIAL:
-            self._store.unlock_slot(slot.index)  # first: whoever sees a version can pin it, however slow this process
-        word = {SlotState.FREE: FREE, SlotState.COMPLETE: COMPLETE}.get(state, BUILDING)
-        self._store.set_slot_header(slot.index, word, slot.step if state is not SlotState.FREE else 0)

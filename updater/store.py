@@ -104,7 +104,7 @@ class Store:
 
         With a path the file has no name until `publish_file`. Raises ReplicaError.
         """
-        text = _text(layout)
+        text = json.dumps(layout, sort_keys=True).encode()
         constants = _after(len(text))
         first = constants + -(-extent(layout["constants"]) // _TEXT) * _TEXT
         stride = -(-extent(layout["arrays"]) // _TEXT) * _TEXT
@@ -355,10 +355,6 @@ def _check(state: int, step: int) -> int:
     for byte in step.to_bytes(6, "little"):
         folded ^= byte
     return folded
-
-
-def _text(layout: Mapping[str, Any]) -> bytes:
-    return json.dumps(layout, sort_keys=True).encode()
 
 
 def _after(length: int) -> int:

@@ -1,11 +1,11 @@
 """What is said of one version besides its tensors, and where it lies in the file."""
 
 import contextlib
+import time
 
 import pytest
 import torch
 
-import updater.replica as replica_module
 from flowcheck.job.model import BucketSlice
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -87,12 +87,12 @@ def test_each_version_has_its_own(made, shm):
 
 def test_each_version_says_when_it_was_published(made, shm, monkeypatch):
     for at in (5, 7, 11):
-        monkeypatch.setattr(replica_module.time, "time_ns", lambda at=at: at * 10**9)
+        monkeypatch.setattr(time, "time_ns", lambda at=at: at * 10**9)
         advance(made)
     with contextlib.closing(Reader(shm / "r")) as reader:
         times = reader.times
         assert list(times) == [0, 1, 2, 3] and [times[step] for step in (1, 2, 3)] == [5.0, 7.0, 11.0]
-        monkeypatch.setattr(replica_module.time, "time_ns", lambda: 13 * 10**9)
+        monkeypatch.setattr(time, "time_ns", lambda: 13 * 10**9)
         advance(made)
         assert reader.times == {1: 5.0, 2: 7.0, 3: 11.0, 4: 13.0}
 

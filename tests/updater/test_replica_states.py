@@ -1,6 +1,7 @@
 """The states of the replica's slots: every edge that is legal, every one that is not, and who is served when."""
 import itertools
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from updater.reader import Reader
 from updater.replica import Replica
 from updater.rounding_modes import RoundingMode
 from updater.slot import SlotState
+from updater.slots import Slots
 from updater.step import StepValues
 from updater.store import COMPLETE as COMPLETED
 from updater.store import Store
@@ -59,16 +61,16 @@ LEGAL = {(FREE, BUILDING), (BUILDING, COMPLETE), (BUILDING, FREE), (BUILDING, PA
 def test_the_setter_takes_the_legal_edges_and_no_other(before, after):
     """A refused edge changes neither the slot's state nor its word, which other processes read."""
     made = replica()
-    slot = made.slots[1]
+    slots, slot = Slots(made.slots, made._store), made.slots[1]
     slot.state, slot.step = before, 5
     made._store.set_slot_header(1, 2, 77)
     if (before, after) in LEGAL:
-        made._set_state(slot, after)
+        slots.set_state(slot, after)
         assert slot.state is after
         known = {FREE: (0, 0), BUILDING: (1, 5), PARTIAL: (1, 5), COMPLETE: (2, 5)}
         assert made._store.slot_header(1) == ((2, 77) if PINNED in (before, after) else known[after])
     else:
-        assert refusal(made._set_state, slot, after) == f"slot 1 cannot go from {before.value} to {after.value}"
+        assert refusal(slots.set_state, slot, after) == f"slot 1 cannot go from {before.value} to {after.value}"
         assert slot.state is before and made._store.slot_header(1) == (2, 77)
 
 
@@ -109,7 +111,7 @@ def test_a_pin_ends_with_its_block_whatever_happens_in_it():
 def test_only_a_slot_being_built_is_published_discarded_or_given_gradients(state):
     made = replica()
     slot = made.slots[0] if state is not FREE else made.slots[1]
-    with made.pinned() if state is PINNED else made._lock:
+    with made.pinned() if state is PINNED else nullcontext():
         index, only = slot.index, "only a slot being built"
         assert refusal(made.publish, slot) == f"slot {index} is {state.value}; {only} can be published"
         assert refusal(made.discard, slot) == f"slot {index} is {state.value}; {only} can be discarded"

@@ -128,7 +128,7 @@ def test_what_ranks_gave_lies_in_the_step_on_disk(tmp_path: Path) -> None:
 
 def test_how_old_a_version_is(make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: Any) -> None:
     """Also when nobody writes to its file any more."""
-    monkeypatch.setattr("updater.replica.time.time_ns", lambda: 5_000_000_000)
+    monkeypatch.setattr("updater.slots.time.time_ns", lambda: 5_000_000_000)
     monkeypatch.setattr("flowcheck.node.versions.holdings.time.time", lambda: 8.25)
     replica = make(steps=1)
     assert [(one.offer.step, one.offer.age_steps, one.offer.age_seconds) for one in memory.look()] == [
