@@ -8,7 +8,7 @@ PYTEST  := $(BIN)/python -m pytest --numprocesses $(shell expr $$(nproc) + 1) --
 unexport PYTHONPATH PYTHONDONTWRITEBYTECODE FLOWCHECK_BUILD
 
 SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/*/*.p[yx][xd] flowcheck/*/*/*.p[yx][xd] \
-           */include/*.h */src/*.[ch] lab/*/*.[ch] flowcheck/*/*/*/*.[ch] \
+           */include/*.h */src/*.[ch] lab/*/*.p[yx][xd] lab/*/*/*.[ch] flowcheck/*/*/*/*.[ch] \
            dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 

@@ -54,7 +54,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "updater": ([], ["flowcheck/control"]),
     "flowcheck/checkpoint/coding": (["isal"], []),
     "lab/bench": (["isal"], ["parser"]),
-    "lab": ([], []),
+    "lab/network": ([], []),
     "lab/softroce": (["isal"], []),
 }
 

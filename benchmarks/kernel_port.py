@@ -20,7 +20,7 @@ import time
 
 import numpy as np
 
-from lab import netns
+from lab.network import netns
 
 SPACE, NEAR, FAR = "fc-kernel-port", "near", "far"
 SOL_PACKET, PACKET_RX_RING, PACKET_VERSION, PACKET_STATISTICS, TPACKET_V2 = 263, 5, 10, 6, 1

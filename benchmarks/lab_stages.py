@@ -20,8 +20,8 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from lab.bench.rows import here
-from lab.fabric import Fabric, FabricConfig
 from lab.jobs import MODELS, Training, whole_model
+from lab.network.fabric import Fabric, FabricConfig
 from lab.run import LabRun
 
 STAGES = {"receive": "last", "place": "covered", "record": "record", "update": "applied", "checksums": "published"}

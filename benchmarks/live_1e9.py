@@ -38,7 +38,7 @@ from flowcheck.control.protocol import Joined, Link, Manifest, Progress, Records
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Flow, Job
-from lab import netns
+from lab.network import netns
 from lab.stream import GradientStream
 from lab.synth import example_job
 from lab.synth.schedule import tree_of

@@ -21,9 +21,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from lab.bench.rows import here
-from lab.fabric import Fabric, FabricConfig
-from lab.impair import Impairment
 from lab.jobs import Training
+from lab.network.fabric import Fabric, FabricConfig
+from lab.network.impair import Impairment
 from lab.run import LabRun
 
 SETTLING = 10  # steps after attach that do not count

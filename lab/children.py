@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -23,9 +24,18 @@ from typing import IO, Any, Protocol
 
 from flowcheck.errors import EnvironmentProblem
 
-__all__ = ["Children", "Process"]
+__all__ = ["Children", "Cores", "Process"]
 
 LOG_LINES = 12
+
+
+class Cores:
+    """trainers, and everything else; None where there is only one core to have."""
+
+    def __init__(self) -> None:
+        usable = sorted(os.sched_getaffinity(0))
+        self.trainers: int | None = usable[0] if len(usable) > 1 else None
+        self.rest: int | None = usable[1] if len(usable) > 1 else None
 
 
 class Process(Protocol):

@@ -44,7 +44,7 @@ def up(
     direction: DirectionOption = "both",
 ) -> None:
     """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
-    from lab.fabric import Fabric
+    from lab.network.fabric import Fabric
     from lab.shape import FabricConfig
 
     config = FabricConfig(name=name, ranks=ranks, switch=switch, mirrored=(_ranks(mirror, ranks),), direction=direction)
@@ -123,8 +123,8 @@ def run(
     """Train, mirror, follow; compare the replica of every iteration with the trainers' own state, bit for bit."""
     from lab.experiment import LabOptions, run_lab
     from lab.fault import Fault
-    from lab.impair import Impairment
     from lab.jobs import Training
+    from lab.network.impair import Impairment
     from lab.shape import FabricConfig
     from lab.softroce.settings import Settings
 
@@ -185,9 +185,9 @@ def soak(
 ) -> None:
     """Train for long with a lossy mirror, kill ranks and the node, and account for every iteration; exit 1: something
     is unaccounted, differs, or grows."""
-    from lab.fabric import Fabric
-    from lab.impair import Impairment
     from lab.jobs import Training
+    from lab.network.fabric import Fabric
+    from lab.network.impair import Impairment
     from lab.run import LabRun
     from lab.shape import FabricConfig
     from lab.soak import SETTINGS, Plan
@@ -212,7 +212,7 @@ def soak(
 @lab.command()
 def status() -> None:
     """Every lab of which anything is on this machine, and whether its mirror copies."""
-    from lab.fabric import leftovers
+    from lab.network.fabric import leftovers
 
     found = leftovers()
     for one in found:
@@ -230,8 +230,8 @@ def down(
     everything: Annotated[bool, typer.Option("--all", help="Every lab, whoever made it.")] = False,
 ) -> None:
     """Remove a lab and what runs in it: namespaces, interfaces, processes, state."""
-    from lab import netns
-    from lab.fabric import clear, leftovers
+    from lab.network import netns
+    from lab.network.fabric import clear, leftovers
 
     netns.require()
     names = [one.name for one in leftovers()] if everything else [name]

@@ -21,11 +21,13 @@ from rich.console import Console
 
 from flowcheck.interrupts import handled
 from lab import nodes_lost
+from lab.children import Cores
 from lab.compare import Summary
-from lab.fabric import Fabric
 from lab.fault import Fault, lose_a_rank, say
 from lab.jobs import Training
-from lab.run import Cores, LabRun, nobody
+from lab.network.fabric import Fabric
+from lab.record import nobody
+from lab.run import LabRun
 from lab.shape import FabricConfig
 from lab.view import Screen
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Collective, Collectives, Communicator, Job
-from lab.fabric import Fabric
-from lab.impair import Event, Impairment
 from lab.jobs import Training
+from lab.network.fabric import Fabric
+from lab.network.impair import Event, Impairment
 from lab.run import LabRun
 from lab.shape import FabricConfig
 from lab.synth.generate import operation_of

@@ -23,7 +23,8 @@ from rich.console import Console
 from lab.compare import Summary
 from lab.fault import results
 from lab.jobs import Training
-from lab.run import API_PORT, LabRun
+from lab.node_files import API_PORT
+from lab.run import LabRun
 from lab.shape import FabricConfig
 
 __all__ = ["BETWEEN", "EVERY", "RECORD", "LostNodes", "lose_nodes", "protected", "say"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from flowcheck.errors import UserError
-from lab.impair import Impairment
+from lab.network.impair import Impairment
 
 __all__ = ["BRIDGE", "CONTROL", "MIRROR_MTU", "MTU", "NAME", "PREFIX", "SHARED", "STATE", "FabricConfig", "check_name"]
 

@@ -27,7 +27,7 @@ from typing import IO, Any, Self
 
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.interrupts import deferred
-from lab import netns
+from lab.network import netns
 
 __all__ = ["Started", "Starter"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flowcheck.errors import EnvironmentProblem
-from lab import netns
+from lab.network import netns
 
 
 def need_namespaces() -> None:

@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
-from lab import netns
+from lab.network import netns
 from lab.synth import Synthesis, generate
 
 ROOT = Path(__file__).resolve().parent.parent

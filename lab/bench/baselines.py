@@ -21,8 +21,8 @@ from pathlib import Path
 
 from flowcheck.errors import EnvironmentProblem
 from lab.bench.rows import Row, Samples, here
-from lab.fabric import Fabric
 from lab.jobs import Training
+from lab.network.fabric import Fabric
 from lab.run import LabRun
 from lab.saving import SAVERS
 from lab.shape import FabricConfig

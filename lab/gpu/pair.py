@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from flowcheck.errors import EnvironmentProblem
-from lab import netns
+from lab.network import netns
 
 __all__ = ["Node", "Place", "cable"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from lab import netns
-from lab.fabric import Fabric, clear, leftovers
+from lab.network import netns
+from lab.network.fabric import Fabric, clear, leftovers
 from lab.shape import FabricConfig
 from tests.namespaces import need_namespaces
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lab.fabric import Fabric
+from lab.network.fabric import Fabric
 
 from ..flowcheck.hand_node import until
 from .conftest import lab_of

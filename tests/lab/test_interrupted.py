@@ -14,7 +14,7 @@ from typing import Self, TypeVar
 import pytest
 
 from dataplane.counters import read_counters, start_ticks
-from lab import netns
+from lab.network import netns
 from lab.shape import SHARED, STATE
 
 from .conftest import clear_killed_runs
@@ -95,7 +95,7 @@ def test_an_interrupt_waits_for_what_is_being_taken_down(tmp_path: Path, ip_that
     """It comes with the first namespace that a fixture removes, while four others are still there."""
     sent = tmp_path / "sent"
     path = ip_that("netns del *-r0", f"kill -INT $PPID; touch {sent}")
-    words = ["tests/lab/test_fabric.py", "-k", "test_cables_and_mirror and tc"]
+    words = ["tests/lab/network/test_fabric.py", "-k", "test_cables_and_mirror and tc"]
     with Run(tmp_path, *words, path=path) as run:
         run.process.wait(HANG)
         assert sent.exists() and run.process.returncode == pytest.ExitCode.INTERRUPTED

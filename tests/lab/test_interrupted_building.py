@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from flowcheck.interrupts import handled
-from lab import netns
-from lab.fabric import Fabric
-from lab.impair import Impairment
+from lab.network import netns
+from lab.network.fabric import Fabric
+from lab.network.impair import Impairment
 from lab.shape import SHARED, STATE, FabricConfig
 
 pytestmark = pytest.mark.root

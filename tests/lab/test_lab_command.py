@@ -14,7 +14,7 @@ import pytest
 
 from flowcheck.cli import app
 from flowcheck.errors import UserError
-from lab import netns
+from lab.network import netns
 from lab.shape import SHARED, STATE
 
 pytestmark = pytest.mark.root

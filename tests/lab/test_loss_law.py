@@ -10,8 +10,8 @@ import pytest
 from flowcheck.job.model import Communicator
 from flowcheck.plan import loss_law as law
 from flowcheck.plan.wire_volume import Call, reduced_packets
-from lab.impair import Event
 from lab.losses import MTU, Copies, copies_of, count_incomplete
+from lab.network.impair import Event
 from lab.shape import FabricConfig
 from parser.chunk_layout import Protocol
 

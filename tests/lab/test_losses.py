@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from flowcheck.job.model import Collective, Collectives, Communicator, Job, dtype_size
-from lab.impair import Event, Impairment
 from lab.jobs import Training
+from lab.network.impair import Event, Impairment
 from lab.run import LabRun
 from lab.synth.encode import positions
 from lab.synth.generate import operation_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lab.impair import Impairment
 from lab.jobs import Training
+from lab.network.impair import Impairment
 from lab.run import LabRun
 
 from .conftest import lab_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lab.fabric import Fabric
 from lab.jobs import Training
+from lab.network.fabric import Fabric
 from lab.nodes_lost import protected
 from lab.run import LabRun
 

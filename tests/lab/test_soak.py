@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from flowcheck.errors import EnvironmentProblem
-from lab.impair import Impairment
 from lab.jobs import Training
+from lab.network.impair import Impairment
 from lab.run import LabRun
 from lab.soak import MOST, SETTINGS, Meter, Plan, Report, Sample, Trend, _Soak, account, keep, soak, trend
 

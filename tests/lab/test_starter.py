@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import EnvironmentProblem
-from lab import netns
+from lab.network import netns
 from lab.starter import Started, Starter
 
 pytestmark = pytest.mark.root

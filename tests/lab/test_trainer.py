@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from lab import netns
-from lab.impair import Impairment
 from lab.jobs import Text, Training, stage_of, whole_model
+from lab.network import netns
+from lab.network.impair import Impairment
 from lab.run import LabRun
 
 STEPS = 8

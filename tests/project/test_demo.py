@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lab import netns
-from lab.fabric import clear
+from lab.network import netns
+from lab.network.fabric import clear
 from tests.namespaces import need_namespaces
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.ovs import listens
+from lab.network.ovs import listens
 
 from ..links import wait_for_links
 

@@ -21,7 +21,7 @@ from flowcheck.node.protect.placement import Decided, Member
 from flowcheck.node.protect.registry import ROOT, RegistryError
 from flowcheck.node.protect.registry_etcd import Etcd
 from flowcheck.node.protect.registry_member import Seat
-from lab import netns
+from lab.network import netns
 from tests.namespaces import need_namespaces
 
 from ..hand_node import until

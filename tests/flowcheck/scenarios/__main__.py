@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from lab.fabric import Fabric
+from lab.network.fabric import Fabric
 from lab.shape import FabricConfig
 
 from . import scripts  # fills the table

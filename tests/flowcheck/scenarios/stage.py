@@ -22,10 +22,9 @@ from urllib.request import Request, urlopen
 
 import flowcheck
 from flowcheck.control.ask import reader_key
-from lab import netns
-from lab.children import Children
-from lab.fabric import Fabric
-from lab.run import Cores
+from lab.children import Children, Cores
+from lab.network import netns
+from lab.network.fabric import Fabric
 
 from .judge import Boundary, Offer, Verdict, Version, judge
 from .run import sha256

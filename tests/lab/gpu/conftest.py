@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lab import netns
 from lab.gpu import plugin
+from lab.network import netns
 
 HERE = Path(__file__).parent
 

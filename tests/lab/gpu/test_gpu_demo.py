@@ -19,10 +19,10 @@ from pathlib import Path
 import pytest
 
 from flowcheck.errors import EnvironmentProblem
-from lab import netns
 from lab.gpu import demo, device
 from lab.gpu.demo import Run, compare_golden, follow
 from lab.gpu.pair import Place, cable
+from lab.network import netns
 from tests.namespaces import need_namespaces
 
 HERE = Path(__file__).parent

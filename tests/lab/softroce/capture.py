@@ -26,7 +26,7 @@ from flowcheck.job.model import (
     Optimizer,
     ParameterGroup,
 )
-from lab import netns
+from lab.network import netns
 
 __all__ = ["Capture", "job_of"]
 

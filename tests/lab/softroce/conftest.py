@@ -13,7 +13,7 @@ if str(HERE) not in sys.path:
 
 from gang import Gang  # noqa: E402
 
-from lab.fabric import Fabric  # noqa: E402
+from lab.network.fabric import Fabric  # noqa: E402
 from lab.shape import FabricConfig  # noqa: E402
 from tests.namespaces import need_namespaces  # noqa: E402
 

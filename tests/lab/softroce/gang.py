@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lab.fabric import Fabric
+from lab.network.fabric import Fabric
 
 __all__ = ["Gang"]
 

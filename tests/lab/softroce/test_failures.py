@@ -17,9 +17,9 @@ from gang import Gang
 from reference import train_alone
 
 from flowcheck.errors import UserError
-from lab import netns
-from lab.fabric import Fabric
-from lab.impair import Impairment
+from lab.network import netns
+from lab.network.fabric import Fabric
+from lab.network.impair import Impairment
 from lab.softroce.settings import Settings
 from lab.synth.packets import Endpoint
 from lab.synth.packets import Path as Path_

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.interrupts import deferred
-from lab import netns
+from lab.network import netns
 
 __all__ = ["OpenVSwitch", "listens"]
 

@@ -7,10 +7,10 @@ from collections import Counter
 import pytest
 
 from flowcheck.errors import UserError
-from lab.fabric import Fabric
-from lab.impair import Event, Impairment
+from lab.network.fabric import Fabric
+from lab.network.impair import Event, Impairment
 
-from .conftest import Tap, psn_of, roce_frame
+from ..conftest import Tap, psn_of, roce_frame
 
 pytestmark = pytest.mark.root
 

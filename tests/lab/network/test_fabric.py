@@ -14,18 +14,18 @@ import time
 import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from lab import netns
-from lab.fabric import Fabric, clear, leftovers
-from lab.ovs import OpenVSwitch
+from lab.network import netns
+from lab.network.fabric import Fabric, clear, leftovers
+from lab.network.ovs import OpenVSwitch
 from lab.shape import SHARED, STATE, FabricConfig
 
-from .conftest import Tap, psn_of, roce_frame
+from ..conftest import Tap, psn_of, roce_frame
 
 pytestmark = pytest.mark.root
 
 OWNER = """
 import json, sys
-from lab.fabric import Fabric
+from lab.network.fabric import Fabric
 from lab.shape import FabricConfig
 fabric = Fabric(FabricConfig(name=sys.argv[1], ranks=2, mirrored=((0,),)))
 fabric.up()
@@ -160,7 +160,7 @@ def test_a_mirror_that_can_never_be_complete_is_refused(fabric) -> None:
 
 
 def test_root_is_asked_for_plainly() -> None:
-    code = "from lab import netns\nnetns.require()"
+    code = "from lab.network import netns\nnetns.require()"
     done = subprocess.run(["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-P", "-c", code],
                           capture_output=True, text=True, check=False)
     if "EnvironmentProblem" not in done.stderr:

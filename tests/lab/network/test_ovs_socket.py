@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.ovs import listens
+from lab.network.ovs import listens
 
 
 def test_a_file_is_not_somebody_who_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

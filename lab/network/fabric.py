@@ -38,10 +38,10 @@ from typing import IO, Any, Self
 from dataplane import counters
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.interrupts import deferred
-from lab import netns
-from lab.impair import Impairer, Wire
-from lab.mirror_session import Mirror
-from lab.ovs import OpenVSwitch
+from lab.network import netns
+from lab.network.impair import Impairer, Wire
+from lab.network.mirror_session import Mirror
+from lab.network.ovs import OpenVSwitch
 from lab.shape import BRIDGE, CONTROL, MIRROR_MTU, MTU, NAME, PREFIX, SHARED, STATE, FabricConfig, check_name
 
 __all__ = ["Fabric", "Leftover", "clear", "leftovers"]

@@ -6,7 +6,7 @@
     impairer.events() -> [Event(...)]                after `stop`, or while it runs as far as it is written
 
 Decisions come from a seed, packet by packet in the order of arrival. Only RoCEv2 is touched.
-This module is also the process: python -P -m lab.impair SETTINGS.json (started by Fabric in the leaf's
+This module is also the process: python -P -m lab.network.impair SETTINGS.json (started by Fabric in the leaf's
 namespace; prints one line when it carries, and one with its counters when it ends).
 """
 
@@ -108,11 +108,11 @@ class Impairer:
         settings = self.directory / "impairer.json"
         self._switches.write_bytes(bytes(len(self.ways)))
         settings.write_text(json.dumps({"ways": self.ways, "log": str(self.log), "down": str(self._switches)}))
-        command = [sys.executable, "-P", "-m", "lab.impair", str(settings)]
+        command = [sys.executable, "-P", "-m", "lab.network.impair", str(settings)]
         self._process = self._spawn("leaf", command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         if json.loads(self._process.stdout.readline() or "{}").get("event") != "ready":
-            raise InternalError("the impairer did not start", where="lab.impair",
+            raise InternalError("the impairer did not start", where="lab.network.impair",
                                 remedy="its message is above")
 
     def set_down(self, port: str, down: bool) -> None:
@@ -180,7 +180,7 @@ def _address(number: int) -> str:
 def main(settings_path: str) -> int:
     """The process. Ends on SIGTERM."""
     try:
-        from lab.impairer import carry
+        from lab.network.impairer import carry
     except ImportError as error:
         raise EnvironmentProblem(f"the lab's C code is not built: {error}", remedy="make build") from None
     settings = json.loads(Path(settings_path).read_text())
