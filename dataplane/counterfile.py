@@ -22,7 +22,7 @@ _numbers = itertools.count()
 class CounterFile(Resource):
     """Counters of `queues` rx queues in FOLDER/flowcheck-PID-NUMBER-LABEL; removed at close.
 
-    Where the folder cannot be written, `path` is None and the counters are this process's alone: a capture
+    Where the folder cannot be written, `path` stays None and the counters are this process's alone: a capture
     does not fail for want of an audience.
     """
 

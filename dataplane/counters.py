@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process began, in clock ticks since boot; 0 if there is none, or if it is ending or a zombie."""
+    """When the process began, in clock ticks since boot; 0 if it does not exist, is ending or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):
@@ -62,7 +62,7 @@ def alive(pid: int, ticks: int) -> bool:
 
 
 def _header(data: bytes) -> tuple[int, int, int, int, int, list[str]]:
-    """pid, queues, stride, counters, ticks, [label, names...]. ValueError if it is no counter file."""
+    """pid, queues, stride, counters, ticks, [label, names...]. ValueError if it is not a counter file."""
     if len(data) < HEADER or not data.startswith(MAGIC):
         raise ValueError("not a counter file")
     _magic, pid, queues, counters, stride, ticks = FIXED.unpack_from(data)

@@ -265,7 +265,7 @@ class LiveSource:
     def start(self) -> None:
         """Packets begin to appear in the rings: those that come from now on. What came before is thrown away and not
         counted: between `start_port` and this nobody empties the driver's queues, so most of it was dropped there, and
-        that is no loss of anybody's. Says in the log if `hold` cannot keep an iteration."""
+        that is not a loss. Says in the log if `hold` cannot keep an iteration."""
         if self.config.warning:
             logging.getLogger(__name__).warning("%s", self.config.warning)
         waited = self._port.started

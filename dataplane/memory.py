@@ -97,7 +97,7 @@ def plan_queue(
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """Bytes to reserve. pool_bytes: in DPDK's memory, ordinary pages; huge_pool_bytes: the same in huge pages.
-    ring_bytes: in DPDK's memory with huge pages, else beside it."""
+    ring_bytes: in DPDK's memory with huge pages, else outside it."""
 
     pool_bytes: int
     huge_pool_bytes: int

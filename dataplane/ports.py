@@ -1,4 +1,4 @@
-"""Where packets come from, live: a device by name, and what its driver needs to be told.
+"""Where packets come from, live: a device by name, and what its driver needs to know.
 
     0000:81:00.0          a NIC by PCI address: mlx5 and every other physical driver
     af_packet:IFACE       net_af_packet, a kernel interface; needs CAP_NET_RAW
@@ -64,7 +64,7 @@ def interface_mtu(name: str) -> int:
     """MTU of a kernel interface in this network namespace.
 
     Raises:
-        DpdkError: there is none of that name.
+        DpdkError: no port has that name.
     """
     known = sorted(n for _, n in socket.if_nameindex())
     try:

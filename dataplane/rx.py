@@ -193,7 +193,7 @@ class RxThread(Resource):
     @property
     def empty(self) -> int | None:
         """How often nothing was left to take: two more than before, and what had come before is in the ring
-        (include/rx.h). None: there is no thread that takes anything."""
+        (include/rx.h). None: no thread takes anything."""
         return int(lib.fc_rx_empty(self._rx)) if self.state == lib.FC_RX_RUNNING else None
 
     def start(self) -> None:

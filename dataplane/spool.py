@@ -39,7 +39,7 @@ def open_capture(path: str) -> tuple[int, str]:
     """(a descriptor of its own, why not all of it could be had or "").
 
     Raises:
-        CaptureFileError: it cannot be opened, or there is no room for what it holds.
+        CaptureFileError: it cannot be opened, or what it holds does not fit.
     """
     try:
         # Without O_NONBLOCK a pipe without a writer would hang here.

@@ -4,9 +4,9 @@
     tap.look(observer.drain)            what has come since the last look, to a reader of rings
     tap.missed                          packets that it came too late for
 
-The ring's own consumer is neither held up nor told. What that has released the producer fills anew when it has come
-round, so packets further back than half of the ring are left out, and counted. A packet that is overwritten while it is
-looked at is another one, or none at all: who reads RoCE sees that by the ICRC.
+The ring's own consumer is neither held up nor notified. What that has released the producer fills again when it has
+come round, so packets further back than half of the ring are left out, and counted. A packet that is overwritten while
+it is looked at is another one, or none at all: who reads RoCE sees that by the ICRC.
 
 x86: eight aligned bytes are read whole, and in the order in which they were written.
 """

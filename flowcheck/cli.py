@@ -133,7 +133,7 @@ def inspect(
 
 @app.command()
 def rehearse(
-    config: Annotated[Path, typer.Option("--config", help="Settings of the node: node.toml (docs/use/node.md).")],
+    config: Annotated[Path, typer.Option("--config", help="Settings of the node: node.toml (docs/use/settings.md).")],
     job: Annotated[
         list[Path] | None,
         typer.Option("--job", help="Manifest of a running job: would its iterations be complete? Several are groups."),

@@ -53,7 +53,7 @@ def let_read(whom: str) -> None:
 
 
 def private(path: str | os.PathLike[str], flags: int, links: int = os.O_NOFOLLOW) -> int:
-    """An opener: a file that it makes is for this user, and for those whom `let_read` says. links: 0: one that leads
+    """An opener: a file that it makes is for this user, and for those that `let_read` says. links: 0: one that leads
     elsewhere is followed."""
     descriptor = os.open(path, flags | links | os.O_CLOEXEC, 0o600)
     found = os.fstat(descriptor)

@@ -70,7 +70,7 @@ class InternalError(FlowcheckError):
 
 def of_the_machine(error: BaseException, where: str = "") -> EnvironmentProblem | None:
     """What to say of an error that no code of ours can be blamed for: the machine had too little of something. None: it
-    is another one. torch and the interpreter have no classes for two of them, so those are told by their words."""
+    is another one. torch and the interpreter have no classes for two of them, so their words tell those."""
     short = ""
     if isinstance(error, MemoryError):
         short = "memory"

@@ -19,32 +19,33 @@ Settings = Mapping[str, Mapping[str, Any]]  # per table of node.toml, added to o
 
 def addresses(config: FabricConfig) -> list[str]:
     """Where nodes listen to trainers."""
-    return [f"10.78.0.{2 + node}:{CONTROL_PORT}" for node in range(config.nodes)]
+    return [f"{host}:{CONTROL_PORT}" for host in config.hosts[: config.nodes]]
 
 
 def apis(config: FabricConfig) -> list[str]:
     """Where nodes, and then holders, are asked for versions."""
-    return [f"10.78.0.{2 + number}:{API_PORT}" for number in range(config.nodes + config.holders)]
+    return [f"{host}:{API_PORT}" for host in config.hosts]
 
 
 def node_toml(
     config: FabricConfig, job: Training, node: int, directory: Path, shared: Path, settings: Settings, api: bool,
 ) -> str:
     """directory: what this node writes. shared: where replicas lie. api: it serves its versions."""
-    groups, own = (len(job.names) if config.nodes == 1 else 1), addresses(config)[node]
-    others = [one for one in addresses(config) if one != own]
-    peers = others if job.stages == 1 else []
+    others = [host for number, host in enumerate(config.hosts[: config.nodes]) if number != node]
     tables: dict[str, dict[str, Any]] = {
-        "": {"name": f"{config.name}.{node}" if config.nodes > 1 else config.name, "groups": groups},
-        "control": {"listen": own, "token_file": str(directory.parent / "token"), "insecure": True},  # the lab's own
+        "": {"name": f"{config.name}.{node}" if others else config.name,
+             "groups": len(job.names) if config.nodes == 1 else 1},
+        "nodes": {"addresses": config.hosts},
+        "control": {"listen": addresses(config)[node], "token_file": str(directory.parent / "token"),
+                    "insecure": True},  # the lab's own network
         # Ordinary memory: several nodes and tests would take the machine's few huge pages from each other.
         "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096), "huge": False},
         "replica": {"directory": str(shared), "keep": False},
         "output": {"directory": str(directory / "steps"), "keep_hashes": str(directory / "hashes.jsonl")},
     }
-    tables["replica"] |= PEERING | {"peers": peers} if peers else {}
-    if job.stages > 1 and config.nodes > 1:
-        tables["common"] = {"nodes": others}
+    if others:
+        tables |= {"common": {"nodes": others}} if job.stages > 1 else {
+            "replica": tables["replica"] | PEERING | {"peers": others}}
     if api:
         tables["api"] = {"listen": apis(config)[node], "insecure": True}
     for table, values in settings.items():
@@ -56,6 +57,7 @@ def holder_toml(config: FabricConfig, number: int, token: Path, shared: Path, se
     """Of a node without a mirror port, which keeps what others make."""
     return _toml({
         "": {"name": f"{config.name}.holder{number}"}, "tokens": {"reader": str(token), "peer": str(token)},
+        "nodes": {"addresses": config.hosts},
         "api": {"listen": apis(config)[config.nodes + number], "insecure": True},
         "protect": {"directory": str(shared), **settings.get("protect", {})},
     })

@@ -23,7 +23,6 @@ from rich.console import Console
 from lab.compare import Summary
 from lab.fault import results
 from lab.jobs import Training
-from lab.node_files import API_PORT
 from lab.run import LabRun
 from lab.shape import FabricConfig
 
@@ -66,9 +65,9 @@ class LostNodes:
 
 def protected(config: FabricConfig, every: int = EVERY) -> dict[str, dict[str, Any]]:
     """Tables of every member's node.toml."""
-    members = [f"10.78.0.{2 + number}:{API_PORT}" for number in range(config.nodes + config.holders)]
     return {
-        "protect": {"parity": f"{config.nodes}+{config.holders}", "group": members, "every": every, "seconds": 0.2},
+        "nodes": {"addresses": config.hosts},
+        "protect": {"parity": f"{config.nodes}+{config.holders}", "every": every, "seconds": 0.2},
         "replica": {"slots": 4},
     }
 

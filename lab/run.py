@@ -309,7 +309,7 @@ class LabRun(Record):
             self._said[name] = directory / "events.jsonl"
             started.append(name)
         self._holders += started
-        self._all_say("holding", started, START_SECONDS)
+        self._all_say("holder_ready", started, START_SECONDS)
 
     def lose(self, name: str) -> None:
         """A node or a holder ("node 0", "holder 1") and its machine: kill -9, and what it held is gone."""

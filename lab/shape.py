@@ -98,6 +98,11 @@ class FabricConfig:
         return f"{PREFIX}-{self.name}-{role}"
 
     @property
+    def hosts(self) -> list[str]:
+        """On the control network: of nodes, and then of holders."""
+        return [f"10.78.0.{2 + number}" for number in range(self.nodes + self.holders)]
+
+    @property
     def roles(self) -> list[str]:
         """leaf first: everything is cabled to it."""
         nodes = ["node", *(f"node{n}" for n in range(1, self.nodes))][: self.nodes]

@@ -1,8 +1,8 @@
-"""What the state machine is told about a job: plain structs, built from the manifest by flowcheck.
+"""What the state machine knows of a job: plain structs, built from the manifest by flowcheck.
 
     EngineConfig
     |- edges[]   one per connection (channel, source, destination): its calls in issue order
-    `- flows[]   one per direction of a QP: whom it belongs to, and which side of it
+    `- flows[]   one per direction of a QP: the connection that it belongs to, and which side of it
 
 Offsets and sizes are bytes; `region` means the gradient arena of one iteration, or the parameters.
 """

@@ -3,7 +3,7 @@
     Observer.report() -> interpret() -> {flows (with kind and protocol), connections, notes}
 
 Rules only, no state, no input but the dictionary. A word is used when its evidence is in the capture, and
-stands beside it (`because`); otherwise the answer is "unknown". NCCL is named only where its own marks are
+stands next to it (`because`); otherwise the answer is "unknown". NCCL is named only where its own marks are
 seen: clear-to-send writes that announce the address of a later write, or LL/LL128 flags that count messages.
 Sources: reference text on NCCL's wire format, sections 4 (payload), 5.3 to 5.8 (transport).
 """

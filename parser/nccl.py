@@ -108,7 +108,7 @@ class Nccl:
     an adaptive-routing pair whatever is set (5.2). devices: ports that a NIC may be merged of (5.3). chunks: 2.4 to
     2.6. tree_threads: threads of a tree call, 0: as 3.1 computes them. qp_info: record of the queue pair handshake
     (6.1), None where it was not read. example: a version that learning names when the range is all it knows.
-    proven: what confirms the row beside its source (docs/understand/wire.md).
+    proven: what confirms the row in addition to its source (docs/understand/wire.md).
     """
 
     first: int

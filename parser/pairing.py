@@ -62,7 +62,7 @@ class Announced:
 
 
 def port_partners(flows: Mapping[FlowId, tuple[Hashable, Hashable, int, int]]) -> dict[FlowId, FlowId]:
-    """Flows whose UDP source port is made of both queue pair numbers, or of the sender's own as NICs do that are told
+    """Flows whose UDP source port is made of both queue pair numbers, or of the sender's own as NICs do that have
     no flow label: 14 bits that must fit, so a pair counts only if neither side fits a second partner.
 
     flows: (source, destination, QP number, port) of each; both ways are returned."""

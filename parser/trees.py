@@ -32,7 +32,7 @@ def tree_parent(nodes: int, tree: int, node: int) -> int | None:
 def tree_of(channels: int, channel: int) -> int:
     """Tree of a channel: the second half of a communicator's channels uses the second tree; a single one, the first.
 
-    With an odd number of channels (some were clipped or copied, 7.1) the halves cannot be told from the
+    With an odd number of channels (some were clipped or copied, 7.1) the halves cannot be distinguished from the
     number alone, and a wrong tree would take partial sums for results.
     """
     if channels > 1 and channels % 2:

@@ -30,7 +30,7 @@ CALM, BUSY, GONE, MADE = "#4c72b0", "#8fa9d0", "#c44e52", "#55a868"
 def _events(run: Path, member: str) -> list[list[dict[str, Any]]]:
     """What a member said, and whoever took its place under its name: each process by itself, oldest first."""
     kind, _, number = member.partition(" ")
-    begins, found = {"node": "listening", "holder": "holding"}[kind], list[list[dict[str, Any]]]()
+    begins, found = {"node": "listening", "holder": "holder_ready"}[kind], list[list[dict[str, Any]]]()
     for path in sorted(run.glob(f"{kind}{number}*/events.jsonl"), key=lambda path: path.stat().st_mtime_ns):
         for line in path.read_text().splitlines():
             said = json.loads(line)

@@ -55,7 +55,7 @@ def example(now: float) -> dict[str, Any]:
 
     tally.hear("listening", {"control": "10.0.0.2:7070", "groups": 1, "api": "10.0.0.2:7071"})
     happens("attached", now - 6990, run_id=RUN, epoch=EPOCH, ranks=4, flows=8, resync="ranges")
-    happens("came_back", now - 6980, iteration=3520, detected=now - 7045, restored=now - 6990, resumed=now - 6980,
+    happens("job_recovered", now - 6980, iteration=3520, detected=now - 7045, restored=now - 6990, resumed=now - 6980,
             seconds=65.0, repeated=1)
     for number in range(FIRST, LAST + 1):
         at = now - 0.3 * (LAST - number) - 0.2

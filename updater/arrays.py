@@ -106,7 +106,7 @@ def needed(
     shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], optimizer: OptimizerSpec, slots: int, *,
     buffers: frozenset[str] = frozenset(), tied: Mapping[str, str] | None = None, masters: bool = True,
 ) -> int:
-    """Bytes of all slots and constants of a replica; its file has its own description beside them. shapes: shape and
+    """Bytes of all slots and constants of a replica; its file has its own description as well. shapes: shape and
     dtype of every entry."""
     tensors = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     planned = plan(tensors, optimizer, buffers, tied or {}, masters)

@@ -12,7 +12,7 @@ No processor is known here by its name; its name only says when a remembered ans
     SETTING=default | measure                nothing measured, nor remembered | measured, whatever is remembered
 
 What was measured is kept in the user's cache directory, a file for each question. What cannot be read, or is about
-something else, is measured anew, and what cannot be written at the next start. Neither is an error.
+something else, is measured again, and what cannot be written at the next start. Neither is an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Question(Generic[W]):
 
     name: of its cache file. setting: the environment variable. parts: what has a way of its own, by name. default: the
     way that is taken without a measurement. parse: a way from its text; raises SettingError. kernels: instructions in
-    use. facts: what a remembered answer has to agree with, beside processor and kernels.
+    use. facts: what a remembered answer has to agree with, in addition to processor and kernels.
     """
 
     name: str
@@ -173,7 +173,7 @@ def cache_file(question: Question[W]) -> Path:
     """Where its answer is kept: {"schema", "processor", "kernels", each of `facts`, "ways": {part: way}}.
 
     Raises OSError for a user without a home, as of a container, or with a relative one: the folder that happens to be
-    the current one is no cache."""
+    the current one is not a cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
     if not folder.is_absolute():
@@ -203,7 +203,7 @@ def _read(question: Question[W]) -> dict[str, W] | None:
 
 
 def _write(question: Question[W], ways: Mapping[str, W]) -> None:
-    """Aside, then renamed: nobody reads half a file. What a power cut leaves of it is measured anew."""
+    """Aside, then renamed: nobody reads half a file. What a power cut leaves of it is measured again."""
     text = json.dumps({**key(question), "ways": {part: str(way) for part, way in ways.items()}}, indent=1)
     try:
         path = cache_file(question)

@@ -13,7 +13,7 @@ __all__ = ["check_buffers", "fill"]
 
 
 def check_buffers(store: Store, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raises ReplicaError for what is no buffer, or not of its shape and type."""
+    """Raises ReplicaError for what is not a buffer, or not of its shape and type."""
     raw = {array.name: array for array in store.arrays if array.role == "raw"}
     for name, tensor in buffers.items():
         if name not in raw:

@@ -149,7 +149,7 @@ class Reader:
     def pinned(self, step: int | None = None) -> Iterator[PinnedVersion]:
         """The version of `step`, or the newest complete one, kept until the block is left.
 
-        Raises ReplicaError if there is no such version (any more).
+        Raises ReplicaError if the version does not exist (any more).
         """
         fd, index, found = self._pin(step)
         try:

@@ -73,7 +73,7 @@ class Replica:
     slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
     path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
     values: per group the options of the step that made these tensors, where they are not the optimizer's (a schedule).
-    unproven: what readers are told that nothing has shown. start: which start of the trainers it follows, for `attach`.
+    unproven: what readers see that nothing has shown. start: which start of the trainers it follows, for `attach`.
     empty: of the tensors only shapes and types count ("meta" will do). The first version is partial, as after `leap`.
 
     Memory: V * (bytes per parameter: 12 for Adam in fp32, 16 with amsgrad, 8 for SGD with momentum, 4 without, and
@@ -189,7 +189,7 @@ class Replica:
 
     @property
     def current(self) -> Slot:
-        """The newest published version. Pin it to read it while updates go on. Raises ReplicaError: there is none."""
+        """The newest published version. Pin it to read it while updates go on. Raises ReplicaError without one."""
         return self._slots.current
 
     @property
@@ -263,7 +263,7 @@ class Replica:
         fill(self._store, ranges, values)
 
     def finish(self, slot: Slot, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Take buffers of the step that became known after `build`. Raises ReplicaError for what is none."""
+        """Take buffers of the step that became known after `build`. Raises ReplicaError for what is not a buffer."""
         self._must_be_building(slot, "finished")
         check_buffers(self._store, buffers)
         slot.finish(buffers)
@@ -271,7 +271,7 @@ class Replica:
     def publish(self, slot: Slot, status: str = "", unproven: Sequence[str] = (), matches: int = 0) -> None:
         """Make a built version the current one; only after the verdict. Its predecessor stays readable.
 
-        status, unproven: what readers are told of this version alone; "": what they are told of the replica. matches:
+        status, unproven: what readers see of this version alone; "": what they see of the replica. matches:
         checksums of the trainer that have matched.
         """
         self._must_be_building(slot, "published")
@@ -377,15 +377,15 @@ class Replica:
     def keep(self, steps: Sequence[int]) -> None:
         """Reuse the slots of these steps last, the first of them last of all, until other ones are said.
 
-        For a job of several nodes: the step that all of them have should stay. It is no pin: where no other slot can be
-        taken, one of these is, and no update waits for a node.
+        For a job of several nodes: the step that all of them have should stay. It is not a pin: where no other slot can
+        be taken, one of these is, and no update waits for a node.
         """
         self._slots.keep(steps)
 
     def rollback(self, step: int) -> Slot:
         """Go on from an older complete version; newer ones, a partial one too, are given up. Not while one is built.
 
-        Raises ReplicaError if there is no such version, NoFreeSlot if a reader pins one that is to be given up.
+        Raises ReplicaError if the version does not exist, NoFreeSlot if a reader pins one that is to be given up.
         """
         if self.building is not None:
             raise ReplicaError(f"step {self.building.step} is being built; publish or discard it first")

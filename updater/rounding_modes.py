@@ -1,6 +1,6 @@
 """Rounding modes: the constants of a step as torch forms them, and what is known about each order.
 
-A mode is told by its name and torch's version. `torch-cpu` (single-tensor and foreach: the same bits),
+A mode is known by its name and torch's version. `torch-cpu` (single-tensor and foreach: the same bits),
 `torch-cpu-fused`, `torch-cuda-foreach` (what torch.optim takes on a GPU if nobody says otherwise) and
 `torch-cuda-fused` are the names. A mode is *proven* for a version by a test that compares bits with that torch; any
 other works and is marked unproven wherever a result is shown.

@@ -1,6 +1,6 @@
 """Parameters and states in 16 bits alone: what torch.optim does with them on a CPU, and whether it does so here.
 
-A loop over single tensors (what torch takes on a CPU unless told otherwise) calls one operator after the other. Each
+A loop over single tensors (what torch takes on a CPU unless set otherwise) calls one operator after the other. Each
 computes in fp32 and rounds what it stores. What an addition takes as a number (alpha, eps) is rounded to 16 bits first,
 a factor or divisor is not. An addition with alpha is one fused multiply-add in the vector loop; in the scalar loop,
 which takes the last elements of every thread's part (`RoundingMode.parts`), it rounds the product to 16 bits as well.

@@ -80,7 +80,7 @@ class Version:
     def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """tensor name -> torch's state of it (exp_avg, momentum_buffer, step, ...) once it has one.
 
-        A parameter kept in 16 bits has its fp32 values beside it, as "master", from the first version on.
+        A parameter kept in 16 bits has its fp32 values as well, as "master", from the first version on.
         """
         out: dict[str, dict[str, torch.Tensor]] = {}
         for name, keys in self._states.items():
@@ -168,7 +168,7 @@ class Slot(Version):
         runs: dict[str, list[tuple[int, int]]] = {}
         for name, start, length in ranges:
             if not 0 <= start < start + length <= self._sizes.get(name, 0):
-                raise ReplicaError(f"elements [{start}, {start + length}) of {name!r} are none that is optimized")
+                raise ReplicaError(f"elements [{start}, {start + length}) of {name!r} are not optimized")
             runs.setdefault(name, []).append((start, length))
         blocks: list[tuple[int, int, int]] = []
         keep: list[torch.Tensor] = []

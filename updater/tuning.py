@@ -4,7 +4,7 @@ No choice changes a bit (tests/updater/test_kernels.py), and none suits all: on 
 stores of two arrays are best; on Intel Cascade Lake they cost 20 % against two with a fetch 1 KiB ahead.
 
 `settled` is what the replicas of this process take, decided once, when the first one begins or a node starts:
-updater/choosing.py has the rule, the cache file and the setting. `settle` decides anew, for who only wants to know.
+updater/choosing.py has the rule, the cache file and the setting. `settle` decides again, for who only wants to know.
 
     FLOWCHECK_UPDATING=2-vectors@1024        two vectors of an array in a row, every array fetched 1024 bytes ahead
     FLOWCHECK_UPDATING=8-vectors             eight, nothing fetched

@@ -147,7 +147,7 @@ class Port(Resource):
         self.forget()
 
     def forget(self) -> None:
-        """Its counters begin anew."""
+        """Its counters begin at 0 again."""
         self.require_open()
         check(lib.rte_eth_stats_reset(self.number), f"port {self.name}: clearing its counters")
 

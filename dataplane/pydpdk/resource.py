@@ -21,7 +21,7 @@ class Resource:
     """A context-managed owner of something in C. Subclasses release it in `_release`, called once."""
 
     def __init__(self, *parents: Resource) -> None:
-        """Called when the C object exists: what failed to come into being is nobody's child."""
+        """Register with the parents. Call it only after construction of the C object succeeded."""
         self._parents: list[Resource] = []
         self._children: list[Resource] = []
         self._closed = False

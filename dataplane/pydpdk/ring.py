@@ -23,7 +23,7 @@ class Ring(Resource):
     Thread rule: any number of producers and consumers, unless made with single=True: then one of each.
 
     Raises:
-        DpdkError: no memory, the name is taken, or the size is no power of two.
+        DpdkError: no memory, the name is taken, or the size is not a power of two.
     """
 
     def __init__(self, eal: Eal, name: str, size: int, *, single: bool = False, socket: int = ANY_SOCKET) -> None:
@@ -38,7 +38,7 @@ class Ring(Resource):
 
     @classmethod
     def of(cls, eal: Eal, name: str) -> Self:
-        """The ring of that name. DpdkError if there is none."""
+        """The ring of that name. DpdkError if it does not exist."""
         eal.require_open()
         self = cls.__new__(cls)
         self.name, self._own = name, False

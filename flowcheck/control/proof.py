@@ -133,7 +133,7 @@ class Questions:
             return "the nodes' token is another one here"
         if (not place or at != place) and name not in self._names:
             return (f"asked for {name} at {at}, and this is {place or 'no address'}: where addresses are translated on"
-                    " the way, say protect.advertise here")
+                    " the way, say nodes.advertise here")
         if not self._take(nonce):
             return "the proof is too old, or was shown before"
         return found[0], mac

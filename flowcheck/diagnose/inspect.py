@@ -45,7 +45,7 @@ def run(captures: list[Path], as_json: bool, interface: str | None = None, secon
     """Inspects the files, or an interface for some seconds, and prints to stdout. Returns the exit status, 0.
 
     Raises:
-        UserError: no file, a file that is no usable capture, or more files than can be told apart.
+        UserError: no file, a file that is not a usable capture, or more files than can be distinguished.
         EnvironmentProblem: DPDK or this machine refused.
     """
     if interface and captures:

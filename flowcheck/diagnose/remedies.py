@@ -29,5 +29,5 @@ def worst(drops: Mapping[str, int]) -> str:
 
 
 def remedy_of(drops: Mapping[str, int]) -> str:
-    """For the cause that most packets of `drops` have, or "" if that is none of those above."""
+    """For the cause that most packets of `drops` have, or "" if that is not one of those above."""
     return next((text for cause, text in _REMEDIES.items() if worst(drops).startswith(cause)), "")

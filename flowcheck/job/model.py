@@ -259,7 +259,7 @@ class ParameterGroup:
 class Optimizer:
     """name: sgd | adam | adamw (torch.optim of that name).
 
-    rounding: in which order the trainer rounds (docs/understand/updater.md). On a GPU torch takes foreach unless told
+    rounding: in which order the trainer rounds (docs/understand/updater.md). On a GPU torch takes foreach unless asked
         otherwise.
     torch_version: the trainer's; empty: as the one that applies the updates.
     masters: what the trainer's optimizer updates where parameters have 16 bits: "none" (those, in 16 bits alone),

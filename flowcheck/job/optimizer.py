@@ -20,7 +20,7 @@ OFF = 2.0**-20  # that a power in fp32 may be off: 16 units in the last place of
 
 
 def check_optimizer(job: Job, place: Place) -> None:
-    """Raise UserError if the optimizer contradicts the model or the calls, or is none that is known."""
+    """Raise UserError if the optimizer contradicts the model or the calls, or is unknown."""
     if job.optimizer is None:
         return
     (place / "name").one_of(job.optimizer.name, OPTIMIZERS)
@@ -69,7 +69,7 @@ def check_optimizer(job: Job, place: Place) -> None:
 
 
 def _check_corrections(optimizer: Optimizer, place: Place) -> None:
-    """Of every beta, each a number of fp32: what lacks one would take another power, and nobody would be told. Nor
+    """Of every beta, each a number of fp32: what lacks one would take another power, and nobody would know. Nor
     would anybody of one that is the power of another beta or step; a powf is off by a few units in its last place."""
     if optimizer.corrections and optimizer.rounding != "torch-cuda-fused":
         place.fail("only torch-cuda-fused asks a GPU for powers", "leave it out")

@@ -13,7 +13,7 @@ BLAKE2b(number), both keyed with the salt of the run,
 
     position[i] = (word[i] of name ^ word of number) mod 2^63 mod elements
 
-so each element is as likely as any other, in each iteration anew, and what two tensors or two iterations take has
+so each element is as likely as any other in each iteration, and what two tensors or two iterations take has
 nothing to do with each other. Buffers are not sampled: a record has them whole. A tied entry has the elements of
 another one.
 
@@ -149,7 +149,7 @@ class Sample:
 
 
 def unpack(text: str, entries: Sequence[ModelEntry], where: str) -> Sample:
-    """entries: whose turn it is. Raises UserError for what is no sample of these."""
+    """entries: whose turn it is. Raises UserError for what is not a sample of these."""
     try:
         data = base64.b64decode(text.encode("ascii"), validate=True)
     except (binascii.Error, ValueError):

@@ -1,6 +1,6 @@
 """What a process keeps of memory that it has freed: the C library's limits, held where they begin.
 
-    keep_little()          the first thing in a node's process, and in those beside it
+    keep_little()          the first thing in a node's process, and in those that it starts
     give_back()            now and then, in one that answers: what garbage there is, and what lies free between blocks
 
 A job that goes frees some blocks of megabytes and many small ones; the next start of it takes the same again. glibc

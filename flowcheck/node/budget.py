@@ -248,7 +248,7 @@ def _notes(
     if wished(config.replica) != config.replica.resync:
         yield (
             f"replica.slots: with {config.replica.slots} all state is asked for at once, and all ranks wait for it."
-            f" replica.resync = \"{config.replica.resync}\" takes {SLOTS}"
+            f" Ranges, for which nobody waits, take {SLOTS}"
         )
     if config.api is not None and not config.shadow:
         yield OPEN

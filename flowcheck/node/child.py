@@ -1,13 +1,13 @@
-"""A process beside the node's own: started, read, watched and ended by it, and never waited for.
+"""Another process of the node: started, read, watched and ended by it, and never waited for.
 
     class Storing(Beside): ...                     module: what is run; _tell: what becomes of what it says
-    storing.look()                                 again and again: says what it did, starts it anew if it has ended
+    storing.look()                                 again and again: says what it did, starts it again if it has ended
     storing.close()                                a few seconds at most, whatever it does
 
     settings, say = begun(), Lines()               in the process itself: first of all
 
 stdin: one line of JSON, its settings, because those may have a key in them; lines that follow are orders. It ends when
-stdin does. stdout: events, a line of JSON each, signs of life among them: one that hangs is killed and started anew
+stdin does. stdout: events, a line of JSON each, signs of life among them: one that hangs is killed and started again
 (status/heartbeat.py). It shares files with the node and nothing else.
 """
 
@@ -94,13 +94,13 @@ class Beside:
             self._refused = False
 
     def order(self, line: Mapping[str, Any]) -> None:
-        """Tell it something new, which it is told again when it is started anew."""
+        """Send it something new, which is sent once more when it is started again."""
         self._settings |= line
         if self._process is not None:
             write_line(self._process, line)
 
     def well(self) -> None:
-        """It did what it is there for: if it ends, it is started anew soon."""
+        """It did what it is there for: if it ends, it is started again soon."""
         self._pause = FIRST_PAUSE
 
     def _read(self, process: subprocess.Popen[bytes]) -> None:

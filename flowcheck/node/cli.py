@@ -31,8 +31,7 @@ __all__ = ["main"]
 
 
 class Service(Protocol):
-    """What runs until it is told to end. announce: say that it can be reached. last: what is done when it is told to
-    end."""
+    """What runs until a signal ends it. announce: say that it can be reached. last: what is done in the end."""
 
     last: str
 
@@ -56,7 +55,7 @@ def _version(asked: bool) -> None:
 
 
 def run(
-    config: Annotated[Path, typer.Option("--config", help="Settings: node.toml (docs/use/node.md).")],
+    config: Annotated[Path, typer.Option("--config", help="Settings: node.toml (docs/use/settings.md).")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line for machines.")] = False,
     check_only: Annotated[
         bool, typer.Option("--check", help="Print memory, cores and the pauses that rings bear; start nothing.")
@@ -70,7 +69,7 @@ def run(
 ) -> None:
     """Follow training jobs on a mirror port: a checkpoint after every iteration, or a reason why not."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also a start that is cut short is taken down in order
-    settings = load(config)
+    settings = load(config, lambda text: print(f"flowcheck-node: note: {text}", file=sys.stderr))
     if keep_hashes is not None:
         settings = settings.model_copy(
             update={"output": settings.output.model_copy(update={"keep_hashes": keep_hashes})}

@@ -69,8 +69,8 @@ class Holder:
 
     def announce(self, say: Callable[..., None]) -> None:
         assert self.config.protect is not None
-        say("holding", api=self.api, copies=list(self.config.protect.copies), every=self.config.protect.every,
-            registry=list(self.config.protect.registry), parity=self.config.protect.parity)
+        say("holder_ready", api=self.api, copies=list(self.config.protect.copies), every=self.config.protect.every,
+            registry=list(self.config.nodes.registry), parity=self.config.protect.parity)
         for why in warnings_of(self.config):
             self._say("problem", why=why)
 
@@ -141,14 +141,14 @@ def check(config: NodeConfig, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(made))
     else:
-        whose = [*config.protect.copies, *(f"those that {one} says" for one in config.protect.registry[:1])]
+        whose = [*config.protect.copies, *(f"those that {one} says" for one in config.nodes.registry[:1])]
         if whose:
             typer.echo(f"copies of the versions of {', '.join(whose)}, in {config.copies}")
         if config.protect.code is not None and config.member is not None:
             typer.echo(f"stream {config.member} of {config.protect.parity}, parity of the versions of"
                        f" {', '.join(config.protect.group[: config.protect.code[0]])}, in {config.parity}")
         elif config.protect.placed:
-            typer.echo(f"a stream of {config.protect.parity}, if {config.protect.registry[0]} says so, in"
+            typer.echo(f"a stream of {config.protect.parity}, if {config.nodes.registry[0]} says so, in"
                        f" {config.parity}")
         typer.echo(f"at most {config.protect.memory_mb:,} MiB; {free:,} MiB are free there")
         for note in warnings_of(config):

@@ -15,7 +15,7 @@ __all__ = ["Notify"]
 
 
 class Notify:
-    """Never raises and never waits: a service manager that is gone is no reason to lose an iteration."""
+    """Never raises and never waits: a service manager that is gone is not a reason to lose an iteration."""
 
     def __init__(self) -> None:
         name = os.environ.get("NOTIFY_SOCKET", "")

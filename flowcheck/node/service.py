@@ -408,4 +408,4 @@ def dpdk_errors() -> Iterator[None]:
     except ValueError as error:
         if isinstance(error, FlowcheckError):
             raise
-        raise UserError(str(error), where="capture", remedy="docs/use/node.md has every key") from None
+        raise UserError(str(error), where="capture", remedy="docs/use/settings.md has every key") from None

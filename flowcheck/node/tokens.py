@@ -61,7 +61,7 @@ class Access:
         return vouched(self.keys, run_id, epoch)
 
     def look(self, at_once: bool = False) -> bool:
-        """True: something was read anew. at_once: read all of it, changed or not."""
+        """True: something was read again. at_once: read all of it, changed or not."""
         if not at_once and time.monotonic() < self._next:
             return False
         self._next = time.monotonic() + LOOK_SECONDS
@@ -96,8 +96,7 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
 def read_by_others(config: NodeConfig) -> list[Path]:
     """Files of secrets that users other than their owner may read."""
     files = [*config.token_files.values(), *([config.tls.key] if config.tls is not None else [])]
-    if config.protect is not None:
-        files += [one for one in (config.protect.registry_key, config.protect.registry_password_file) if one]
+    files += [one for one in (config.nodes.registry_key, config.nodes.registry_password_file) if one]
     found = []
     for path in dict.fromkeys(files):
         with contextlib.suppress(OSError):
@@ -117,7 +116,7 @@ def peers_of(keys: Mapping[str, Collection[str]]) -> list[bytes]:
 
 
 def vouched(keys: Mapping[str, Collection[str]], run_id: str, epoch: int) -> str:
-    """What a version of that run and epoch says of them (proof.voucher); "": there is no token of nodes."""
+    """What a version of that run and epoch says of them (proof.voucher); "": without a token of nodes."""
     peers = peers_of(keys)
     return voucher(peers[0], run_id, epoch) if peers else ""
 

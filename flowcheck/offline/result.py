@@ -91,7 +91,7 @@ class Result:
         """{parameter: reduced gradient} of an iteration; {"bucket.K": values} where the job does not say what lies in
         bucket K. Values and dtype are those of the wire. A tensor that lacks an element is not in it.
 
-        Raises UserError: the replay was not told to keep gradients, has no such iteration, or refuted its manifest.
+        Raises UserError: the replay was not asked to keep gradients, has no such iteration, or refuted its manifest.
         """
         if not self._kept:
             raise UserError(
@@ -114,7 +114,7 @@ class Result:
     def load(self) -> Checkpoint:
         """The newest complete version: the replica's state after the last iteration that could be published.
 
-        Raises UserError if there is none.
+        Raises UserError if nothing was written.
         """
         path = self.checkpoint or self.parameters
         if path is None:

@@ -8,7 +8,7 @@
 
 What happens: three iterations are watched (DDP rebuilds its buckets in the second). At the boundary after them rank 0
 sends the manifest and every rank its connections, the node joins the wire and asks for a state, and rank 0 uploads
-model and optimizer; all ranks wait for that, at most `max_stall_s` seconds and this once. From then on a record per
+model and optimizer; all ranks wait for that, at most ten seconds and this once. From then on a record per
 iteration goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at
 the next boundary, waiting as long. A node that asks for ranges of elements instead (ranges.py) gets them from any rank
 at its next boundary, before the record, and nobody waits. Of several nodes each is served as if it were the only
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import ssl
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +48,7 @@ from flowcheck.trainer.following import STATES, Following, Over, serve
 from flowcheck.trainer.loop import AttachmentState, Given, Told
 from flowcheck.trainer.nccl.sources import Collectives, Topology
 from flowcheck.trainer.sender import Sender
-from flowcheck.trainer.settings import address_of, context_of, nodes_of, tokens_of
+from flowcheck.trainer.settings import address_of, context_of, nodes_of, stall_of, tokens_of
 from flowcheck.trainer.user import Keeper
 
 __all__ = ["Attachment", "attach"]
@@ -63,7 +62,7 @@ LOOK_EVERY = 16  # iterations: between two looks at the names of the model's ent
 def attach(
     model: Any, optimizer: Any, *, node: str | Sequence[str] | None = None,
     token: str | None = None, checksum_every: int | None = None, group: str = "", run_id: str = "", epoch: int = 0,
-    iteration: int = 0, max_stall_s: float = 10.0, topology: Topology | Mapping[str, Topology] | None = None,
+    iteration: int = 0, max_stall_s: float | None = None, topology: Topology | Mapping[str, Topology] | None = None,
     collectives: Collectives | Mapping[str, Collectives] | None = None, scheduler: Any = None, scaler: Any = None,
     ca: str | None = None,
 ) -> Attachment:
@@ -83,8 +82,8 @@ def attach(
     run_id, epoch: who this run is; a restarted job has another epoch. One that says an epoch in which another start
         has made steps from `iteration` on gets a newer one from the node: `attachment.epoch`.
     iteration: the trainer's number of the next iteration.
-    max_stall_s: seconds that a boundary may take at which a state goes up; 0: none.
-    topology, collectives: what the communicator is, and its calls since a number (docs/use/node.md). A process group
+    max_stall_s: seconds that a boundary may take at which a state goes up; this release reads it, the next does not.
+    topology, collectives: what the communicator is, and its calls since a number (docs/use/hook.md). A process group
         that offers both as attributes, `flowcheck_topology` and `flowcheck_collectives`, needs neither. On NCCL after
         `flowcheck.prepare()` the calls are known without `collectives`. Of several parts: a dict, by the part's name.
     scheduler, scaler: objects whose `state_dict()` is kept with every version. The scaler also says the loss scale of
@@ -101,11 +100,9 @@ def attach(
     for what, number in (("checksum_every", checksum_every or 0), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
-    if not 0 <= max_stall_s <= threading.TIMEOUT_MAX:
-        raise UserError(f"{max_stall_s!r} is not a time", where="max_stall_s", remedy="seconds, 0 or more")
     return Attachment(
-        model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration, max_stall_s, topology,
-        collectives, Keeper(torch_optimizer(optimizer), scheduler, scaler), tls,
+        model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration,
+        stall_of(max_stall_s), topology, collectives, Keeper(torch_optimizer(optimizer), scheduler, scaler), tls,
     )
 
 

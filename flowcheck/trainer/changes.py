@@ -43,7 +43,7 @@ FLAGS = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgra
 
 
 class Rule(StrEnum):
-    """What becomes of an attachment: the table in docs/use/node.md has these words."""
+    """What becomes of an attachment: the table in docs/use/hook.md has these words."""
 
     RENEWED = "joined anew"
     REFUSED = "refused"

@@ -12,6 +12,7 @@ import logging
 import os
 import ssl
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,10 +21,11 @@ from flowcheck.control.protocol import token_bytes
 from flowcheck.control.tls import client_context
 from flowcheck.errors import UserError
 
-__all__ = ["CA", "NODE", "TOKEN_FILE", "address_of", "context_of", "nodes_of", "token_of", "tokens_of"]
+__all__ = ["CA", "NODE", "TOKEN_FILE", "address_of", "context_of", "nodes_of", "stall_of", "token_of", "tokens_of"]
 
 _log = logging.getLogger("flowcheck")
 _told: set[Path] = set()  # files that others may read, of which that was said
+STALL_SECONDS = 10.0  # that ranks wait for a whole state, which a node takes where a job does not qualify for ranges
 NODE, TOKEN_FILE, CA = "FLOWCHECK_NODE", "FLOWCHECK_TOKEN_FILE", "FLOWCHECK_CA"
 
 
@@ -35,6 +37,16 @@ def nodes_of(given: str | Sequence[str] | None) -> list[str]:
     if not found:
         raise UserError("no node is named", where="node", remedy=f"node=\"HOST:PORT\", or {NODE} in the environment")
     return found
+
+
+def stall_of(given: float | None) -> float:
+    """Seconds that ranks wait for a whole state; of an argument that the next release does not read, as given."""
+    if given is None:
+        return STALL_SECONDS
+    if not 0 <= given <= threading.TIMEOUT_MAX:
+        raise UserError(f"{given!r} is not a time", where="max_stall_s", remedy="seconds, 0 or more")
+    _log.warning("flowcheck: the next release does not read max_stall_s: leave it out, the node chooses")
+    return given
 
 
 def token_of(given: str | None) -> bytes:

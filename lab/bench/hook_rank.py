@@ -57,7 +57,7 @@ class Job:
         self._attachment: Any = None
         if arm != "plain":
             self._attachment = flowcheck.attach(
-                self._model, self._optimizer, node=node, token=TOKEN, run_id=f"{arm}.{tensors}", max_stall_s=10.0,
+                self._model, self._optimizer, node=node, token=TOKEN, run_id=f"{arm}.{tensors}",
                 checksum_every=int(arm == "checked"), topology=self._topology, collectives=self._collectives,
             )
         self._optimizer.register_step_pre_hook(self._leave)

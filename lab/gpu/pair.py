@@ -86,7 +86,7 @@ class Node:
         toml.write_text(
             f'name = "gpu"\n[control]\nlisten = "{self.address}"\ntoken_file = "{self.token}"\n'
             f'[capture]\ndevice = "af_packet:{self._place.capture}"\npath_mtu = 4096\nhuge = false\n'
-            f'[replica]\ndirectory = "{memory}"\nkeep = false\nresync = "state"\n'
+            f'[replica]\ndirectory = "{memory}"\nkeep = false\nslots = 2\n'
             f'[output]\nkeep_hashes = "{self.hashes}"\n'
         )
         with self.events.open("w") as said, (self._out / "node.log").open("w") as log:

@@ -71,7 +71,7 @@ class SoftRoceGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
-    # What flowcheck.attach asks a process group for; docs/use/node.md.
+    # What flowcheck.attach asks a process group for; docs/use/hook.md.
     def flowcheck_topology(self) -> dict[str, Any]:
         told = describe(self)
         if self.communicator is not None and not self.communicator.settings.tell_channels:

@@ -7,7 +7,7 @@ of them deterministic; the next is only taken if the one before left a group wor
 
 1. Greedy. Groups with few places first, then large ones. Each takes the place where it costs least, then that which
    begins the fewest nodes and ports. G groups, P places of each, H hosts: G x P x min(H, CANDIDATES) x (hosts taken).
-2. Moves. A group that is worse off takes a place anew with one of the groups out of the way that copy to the same
+2. Moves. A group that is worse off takes a place again with one of the groups out of the way that copy to the same
    leaves there, or with all of them; kept if the sum of costs falls. At most MOVES, each as dear as two greedy choices.
 3. Exact. Groups that share no leaf do not touch each other. Where at most EXACT_GROUPS do, every choice of place, hosts
    and ports is tried, cheapest first, without those that cannot beat the best so far (branch and bound). At most

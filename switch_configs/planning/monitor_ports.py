@@ -2,7 +2,7 @@
 
 A mirrored port is copied whole to one monitor port; or, where it is copied in both directions and the platform allows
 it, ingress to one and egress to another. A monitor port has one session, so all that it carries has one direction.
-Every change can be taken back in any order, because a port's load is summed anew from what it has (no drift).
+Every change can be taken back in any order, because a port's load is summed again from what it has (no drift).
 """
 
 from __future__ import annotations

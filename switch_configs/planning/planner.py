@@ -11,7 +11,7 @@
    room go to other nodes.
 4. Both directions where the ports can carry them, because acknowledgements and clear-to-sends are witnesses; else one
    direction, if that survives the wanted loss too; else refused with the sums.
-5. What each node then has, and what loss it survives, is worked out anew from the sessions (completeness.py).
+5. What each node then has, and what loss it survives, is worked out again from the sessions (completeness.py).
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_a_run_whose_node_followed_nothing_says_what_stood_in_its_way(tmp_path: 
     events = [
         {"event": "silent", "name": "", "why": "an older reason"},
         {"event": "silent", "name": "", "why": "mirror both directions"},
-        {"event": "heard", "name": "", "why": "never mind"},
+        {"event": "mirror_back", "name": "", "why": "never mind"},
         {"event": "capture", "text": "af_packet:mir0: 1509 arrived"},
     ]
     out = io.StringIO()

@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> Path:
                     event("iteration", 2, published=False), event("copied", 3, step=4)],
         "node0-2": [event("listening", 6), event("iteration", 9, published=True), event("copied", 10, step=8)],
         "node1-1": [event("listening", -3), event("iteration", 1.5, published=True), event("copied", 3.5, step=4)],
-        "holder0": [event("holding", -2), event("protected", 3.75, step=4), event("holding", 9.5),
+        "holder0": [event("holder_ready", -2), event("protected", 3.75, step=4), event("holder_ready", 9.5),
                     event("protected", 11, step=8), event("protected", 13, step=12)],
     }
     for name, events in said.items():

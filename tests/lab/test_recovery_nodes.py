@@ -209,7 +209,7 @@ def test_a_node_stands_still_for_many_steps_and_its_last_one_is_kept_by_the_othe
         run.train(AHEAD)
         ahead = f"stage{1 - behind}"
         run.wait_for_event("iteration", iteration=done + AHEAD, name=ahead, published=True)
-        apart = run.wait_for_event("apart", name=ahead)
+        apart = run.wait_for_event("group_behind", name=ahead)
         kept = apart["step"]  # what it had told before it stood still; its last one may have been on the way
         assert apart["shard"] == f"stage{behind}" and kept in (common - 1, common) and len(apart["nodes"]) == 1
         published_all = {said["iteration"] for _, said in run.events

@@ -107,3 +107,9 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
         "[g](no.md)\n[h](there.md#no-heading) and [i](there.md#twice-2)\n[j](#here)\n# Now here\n[k](#now-here)\n"
     )
     assert broken(page) == ["5: no.md", "6: there.md#no-heading", "6: there.md#twice-2", "7: #here"]
+
+
+def test_what_contributing_names_is_there() -> None:
+    """Whoever begins there would look for it."""
+    named = re.findall(r"`((?:[a-z_]+/)+(?:\w[\w.]*)?)`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 15 and [path for path in named if not (ROOT / path).exists()] == []

@@ -178,7 +178,7 @@ def test_ranges_outside_of_a_tensor_are_refused(ranges):
     replica = fresh()
     slot = build(replica)
     before = state_bits(slot)
-    with pytest.raises(ReplicaError, match="are none that is optimized"):
+    with pytest.raises(ReplicaError, match="are not optimized"):
         slot.patch([("b", 0, 1), *ranges], {"b": torch.ones(1)}, {})
     assert state_bits(slot) == before
 

@@ -40,7 +40,7 @@ class Machine:
     root: Path = field(default=Path("/"))
 
     def text(self, path: str) -> str:
-        """Content of a file, "" if there is none."""
+        """Content of a file, "" if it does not exist."""
         try:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:

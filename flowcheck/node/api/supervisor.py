@@ -185,4 +185,4 @@ def _shown(config: NodeConfig) -> str:
 
 def _names(config: NodeConfig) -> list[str]:
     """What others may call it besides the addresses at which their connections end."""
-    return [config.protect.advertise] if config.protect is not None and config.protect.advertise else []
+    return [config.advertise] if config.advertise is not None else []

@@ -1,1 +1,1 @@
-"""Settings of a node, one module for each table of node.toml (docs/use/node.md has every key)."""
+"""Settings of a node, one module for each table of node.toml (docs/use/settings.md has every key)."""

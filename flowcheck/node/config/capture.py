@@ -21,16 +21,21 @@ SKELETON = "dma_skeleton"  # each time it is named, another engine is meant
 class Capture(Table):
     """One mirror port.
 
-    device: as dataplane/ports.py names them. path_mtu: RoCE's, 0: whole frames of the interface. dump: how packets
-    get into the rings (docs/understand/dataplane.md). engines: for dump = "dma", each used by one queue: names, a
-    multiple of queues, or "auto": one for each queue, on the device's NUMA node. queues: each has a ring, a thread that
-    receives and one that places. cores: of those that receive, place_cores: of those that place; one for each queue, or
-    none. huge: packet memory in huge pages, for all captures of the node; left out: if
-    enough of them are free when the node starts.
+    - device: as dataplane/ports.py names them.
+    - path_mtu: RoCE's, in bytes; 0: whole frames of the interface.
+    - dump: how packets get into the rings (docs/understand/dataplane.md).
+    - engines: for dump = "dma", each used by one queue: names, a multiple of queues, or "auto": one for each queue, on
+      the device's NUMA node.
+    - queues: each has a ring, a thread that receives and one that places.
+    - cores, place_cores: of the threads that receive, of those that place; one for each queue, or none.
+    - huge: packet memory in huge pages, for all captures of the node; None: if enough of them are free when the node
+      starts.
 
-    The ring of each queue, one of: ring_size: packets, a power of two. ring_mb: MiB of memory for it. iteration_bytes:
-    gradient bytes on the wire that an iteration brings to one queue, all of which it then holds. None of them: 16,384
-    packets.
+    The ring of each queue, one of these, or 16,384 packets:
+
+    - ring_size: packets, a power of two.
+    - ring_mb: MiB of memory for it.
+    - iteration_bytes: gradient bytes on the wire that an iteration brings to one queue, all of which it then holds.
     """
 
     device: str

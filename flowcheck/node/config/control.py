@@ -14,10 +14,15 @@ __all__ = ["Api", "Control", "Tls", "TokenFiles"]
 
 
 class Control(Table):
-    """listen: HOST:PORT on the control network, port 0 for any. token_file: the token of every role that has none of
-    its own in [tokens]. connections: at once, of those that have proved a token. strangers: at once, that have not, and
-    strangers_per_address. inbox_mb: MiB that the ranks of a group may have sent and the group has not handled.
-    insecure: listen elsewhere than on the loopback, although nothing that is sent is encrypted."""
+    """The port for trainers and other nodes.
+
+    - listen: HOST:PORT on the control network, port 0 for any.
+    - token_file: the token of every role that has none of its own in [tokens].
+    - insecure: listen elsewhere than on the loopback, although nothing that is sent is encrypted.
+    - connections: at once, of those that have proved a token.
+    - strangers, strangers_per_address: at once, of those that have not; and of one address.
+    - inbox_mb: MiB that the ranks of a group may have sent and the group has not handled.
+    """
 
     listen: str
     token_file: Path | None = None
@@ -35,10 +40,15 @@ class Control(Table):
 
 
 class Api(Table):
-    """listen: HOST:PORT for readers of versions, port 0 for any. insecure: listen elsewhere than on the loopback,
-    although nothing that is sent is encrypted. shadow: checksums of the trainer that must have matched before a version
-    is offered for recovery; 0: also versions that nothing was compared with are. connections: at once, of those that
-    have shown a key. strangers: at once, that have not, and strangers_per_address."""
+    """The port for readers of versions.
+
+    - listen: HOST:PORT, port 0 for any.
+    - insecure: listen elsewhere than on the loopback, although nothing that is sent is encrypted.
+    - connections: at once, of those that have shown a key.
+    - strangers, strangers_per_address: at once, of those that have not; and of one address.
+    - shadow: checksums of the trainer that must have matched before a version is offered for recovery; 0: also versions
+      that nothing was compared with are.
+    """
 
     listen: str
     insecure: bool = False

@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,13 +14,15 @@ from pydantic import ValidationError
 
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.renewal import moved_from, renewal
 from flowcheck.node.config.tokens import text_of
 
 __all__ = ["load", "position"]
 
 
-def load(path: str | os.PathLike[str]) -> NodeConfig:
-    """Raises UserError (content) or EnvironmentProblem (unreadable)."""
+def load(path: str | os.PathLike[str], note: Callable[[str], None] = lambda text: None) -> NodeConfig:
+    """note: is given what to write in place of keys that the next release does not read. Raises UserError (content) or
+    EnvironmentProblem (unreadable)."""
     path = Path(path)
     try:
         text = text_of(path)
@@ -31,20 +33,24 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
             f"cannot be read: {error.strerror}", where=str(path), remedy="give the node's settings with --config",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"is not TOML: {error}", where=str(path), remedy="docs/use/node.md shows the form") from None
+        raise UserError(f"is not TOML: {error}", where=str(path), remedy="docs/use/settings.md has the form") from None
     try:
-        return NodeConfig.model_validate(data)
+        config = NodeConfig.model_validate(data)
     except ValidationError as error:
         found = error.errors(include_url=False)
         found.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing, too
         captures = data.get("capture")
         several = isinstance(captures, list) and len(captures) > 1
-        first, *others = ((_key(one, several), _said(one)) for one in found)
+        first, *others = ((moved_from(_key(one, several), data), _said(one)) for one in found)
         also = "".join(f"; {field}: {said}" for field, said in others[:4])
         at = position(text, first[0])
         place = f" (line {at[0]}, column {at[1]})" if at else ""
-        raise UserError(first[1] + also + place, where=f"{path}: {first[0]}", remedy="docs/use/node.md has every key"
-                        ) from None
+        raise UserError(
+            first[1] + also + place, where=f"{path}: {first[0]}", remedy="docs/use/settings.md has every key",
+        ) from None
+    if text := renewal(data):
+        note(f"{path}: {text}")
+    return config
 
 
 def position(text: str, key: str) -> tuple[int, int] | None:

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from flowcheck.control.address import text_of
 from flowcheck.node.config.capture import AUTO, MOST_STREAMS, SKELETON, Capture, Follow
 from flowcheck.node.config.control import Api, Control, Tls, TokenFiles
+from flowcheck.node.config.nodes import ANYWHERE, Nodes, advertised, resolved
 from flowcheck.node.config.protect import Protect
 from flowcheck.node.config.replica import CommonStep, ReplicaSettings
 from flowcheck.node.config.store import Output, Store
@@ -21,7 +23,9 @@ __all__ = ["NodeConfig"]
 
 
 class NodeConfig(Table):
-    """capture: mirror ports; in the file a table, or a list of tables; none: a holder of copies, without DPDK. groups:
+    """nodes: the machines that it works with.
+
+    capture: mirror ports; in the file a table, or a list of tables; none: a holder of copies, without DPDK. groups:
     jobs at once. follow: jobs besides, of which no trainer attaches. record_seconds: how long a complete iteration
     waits for its step record."""
 
@@ -32,6 +36,7 @@ class NodeConfig(Table):
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
     common: CommonStep = CommonStep()
+    nodes: Nodes = Nodes()
     api: Api | None = None
     store: Store | None = None
     tls: Tls | None = None
@@ -47,11 +52,13 @@ class NodeConfig(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _holder(cls, data: Any) -> Any:
-        """A holder of copies has neither captures nor trainers."""
-        if isinstance(data, Mapping) and "protect" in data and "capture" not in data:
-            return {"control": Control(listen=NOWHERE), **data, "capture": ()}
-        return data
+    def _written(cls, data: Any) -> Any:
+        """Switches over [nodes] become addresses. A holder of copies has neither captures nor trainers."""
+        if not isinstance(data, Mapping):
+            return data
+        if "protect" in data and "capture" not in data:
+            data = {"control": Control(listen=NOWHERE), **data, "capture": ()}
+        return resolved(data)
 
     @field_validator("capture", mode="before")
     @classmethod
@@ -108,13 +115,18 @@ class NodeConfig(Table):
 
     @model_validator(mode="after")
     def _found(self) -> Self:
-        """What others are told of where this node is."""
-        if self.protect is None or not self.protect.registry or self.protect.advertise is not None:
+        """Where others reach this node."""
+        if self.protect is None:
+            if self.nodes.registry:
+                raise wrong("protect", "is missing: copies and parity are what nodes.registry is for")
+            return self
+        self.protect.check(bool(self.nodes.registry))
+        if not self.nodes.registry or self.nodes.advertise is not None:
             return self
         if self.api is None:
             raise wrong("api", "is missing: other nodes could not copy from this one")
-        if self.api.address[0] in ("0.0.0.0", "::"):
-            raise wrong("protect.advertise", f"is missing: {self.api.listen} is no address that others can reach")
+        if self.api.address[0] in ANYWHERE:
+            raise wrong("nodes.advertise", f"is missing: {self.api.listen} is no address that others can reach")
         return self
 
     @model_validator(mode="after")
@@ -122,7 +134,7 @@ class NodeConfig(Table):
         if self.protect is None or self.protect.code is None or self.protect.placed:
             return self
         if self.member is None:
-            own = self.protect.advertise or (self.api.listen if self.api is not None else "no [api]")
+            own = self.advertise or (self.api.listen if self.api is not None else "no [api]")
             raise wrong("protect.group", f"this node is none of them: it has {own}")
         if self.member < self.protect.code[0] and not self.capture:
             raise wrong("protect.group", "this node follows no job, and has a place among those with data")
@@ -213,11 +225,18 @@ class NodeConfig(Table):
         return self.copies / "placement.json" if self.copies is not None else None
 
     @property
+    def advertise(self) -> str | None:
+        """HOST:PORT of its API as other nodes reach it; None: it does not say."""
+        if self.nodes.advertise is None:
+            return None
+        return text_of(*advertised(self.nodes.advertise, self.api.address if self.api is not None else None))
+
+    @property
     def member(self) -> int | None:
         """This node's place in protect.group."""
         if self.protect is None or self.api is None:
             return None
-        own = self.api.address if self.protect.advertise is None else host_and_port_of(self.protect.advertise)
+        own = self.api.address if self.advertise is None else host_and_port_of(self.advertise)
         return self.protect.members.index(own) if own in self.protect.members else None
 
     def table(self, index: int) -> str:

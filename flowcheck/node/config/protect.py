@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from flowcheck.control.address import host_and_port
-from flowcheck.node.config.table import SLOWEST, Table, host_and_port_of, is_loopback, other_nodes, wrong
+from flowcheck.node.config.table import SLOWEST, Table, host_and_port_of, other_nodes, wrong
 
 __all__ = ["MOST_STREAMS_OF_A_CODE", "Protect"]
 
@@ -16,25 +15,37 @@ MOST_STREAMS_OF_A_CODE = 32  # checkpoint/coding/galois.pyx
 
 
 class Protect(Table):
-    """copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of. every: of each K-th step.
-    keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
-    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node. mb_per_second: MiB that
-    are read from other nodes at most, for copies and parity together; None: as fast as they come. journal: of some of
-    these nodes, HOST:PORT of `control.listen`: what their gradients were since the copy is kept, too; at a holder of
-    parity also of nodes with data, since the last rounds.
+    """What this node keeps of others.
 
-    parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost. group: HOST:PORT of their
-    `api.listen`, the K nodes and then M holders of parity; this node is one of them. Left out: the registry says it.
+    copies, group and journal are switches over [nodes] in the file (nodes.py), and addresses here:
 
-    registry: endpoints of etcd, in which nodes of one `cluster` find each other; their root then says whose copies a
-    node keeps, beside `copies`, and who makes a group with parity. registry_ca: as tls.ca, of https:// endpoints.
-    registry_cert, registry_key: PEM files of a certificate that this node shows there. registry_user: whom it logs in
-    as, with the first line of registry_password_file.
-    replicas: of each node's state, its own counts; None: 2, and where there is parity, 1. grace: seconds that who is
-    there must differ before the root changes anything. advertise: HOST:PORT of api.listen as other nodes reach it.
-    host, leaf, rack: what this node may be lost with. standby: it has no place until it takes that of one that is lost.
-    own: copies of this node's own versions are kept here, too. replace: a command that is to bring a replacement, its
-    program first; replace_seconds: how long that is waited for."""
+    - copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of.
+    - parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost.
+    - group: HOST:PORT of their `api.listen`, the K nodes and then M holders of parity; this node is one of them. None:
+      the registry says it.
+    - journal: HOST:PORT of `api.listen` = HOST:PORT of `control.listen` of some of these nodes: what their gradients
+      were since the copy is kept, too; at a holder of parity also of nodes with data, since the last rounds.
+
+    How copies and parity are kept:
+
+    - every: of each K-th step.
+    - keep: whole copies of a group; one more while the next comes.
+    - directory: for them, on tmpfs; None: that of the replicas.
+    - memory_mb: MiB, most that all copies may take.
+    - seconds: between two looks at a node.
+    - mb_per_second: MiB that are read from other nodes at most, for copies and parity together; None: as fast as they
+      come.
+
+    Where nodes find each other (nodes.registry), their root says whose copies a node keeps, besides `copies`, and who
+    makes a group with parity:
+
+    - replicas: of each node's state, its own counts; None: 2, and where there is parity, 1.
+    - grace: seconds that who is there must differ before the root changes anything.
+    - standby: it has no place until it takes that of one that is lost.
+    - own: copies of this node's own versions are kept here, too.
+    - replace: a command that is to bring a replacement, its program first.
+    - replace_seconds: how long that is waited for.
+    """
 
     copies: Annotated[tuple[str, ...], Field(max_length=64)] = ()
     every: Annotated[int, Field(ge=1, le=1 << 30)] = 1
@@ -46,19 +57,8 @@ class Protect(Table):
     parity: Annotated[str, Field(pattern=r"^[0-9]{1,2}\+[0-9]{1,2}$")] | None = None
     group: Annotated[tuple[str, ...], Field(max_length=32)] = ()
     journal: dict[str, str] = {}
-    registry: Annotated[tuple[str, ...], Field(max_length=16)] = ()
-    registry_ca: str = ""
-    registry_cert: Path | None = None
-    registry_key: Path | None = None
-    registry_user: Annotated[str, Field(max_length=256)] = ""
-    registry_password_file: Path | None = None
-    cluster: Annotated[str, Field(min_length=1, max_length=64)] = "default"
     replicas: Annotated[int, Field(ge=2, le=16)] | None = None
     grace: Annotated[float, Field(ge=1, le=86400)] = 10.0
-    advertise: str | None = None
-    host: Annotated[str, Field(max_length=64)] = ""
-    leaf: Annotated[str, Field(max_length=64)] = ""
-    rack: Annotated[str, Field(max_length=64)] = ""
     standby: bool = False
     own: bool = False
     replace: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=64)] = ()
@@ -66,64 +66,40 @@ class Protect(Table):
 
     _addresses = field_validator("copies", "group")(other_nodes)
 
-    @field_validator("registry")
+    @field_validator("journal")
     @classmethod
-    def _endpoints(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        if any("@" in one for one in given):  # said here, before anything can be printed
-            raise ValueError("has a user or a password in an endpoint: give protect.registry_user and"
-                             " protect.registry_password_file")
+    def _controls(cls, given: dict[str, str]) -> dict[str, str]:
+        other_nodes(tuple(given.values()))
         return given
 
-    @field_validator("advertise")
-    @classmethod
-    def _advertised(cls, text: str | None) -> str | None:
-        return None if text is None else other_nodes((text,))[0]
-
-    @model_validator(mode="after")
-    def _some(self) -> Self:
+    def check(self, registry: bool) -> None:
+        """registry: nodes find each other in one. Raises PydanticCustomError: keys that do not fit each other."""
         if self.code is None:
             if self.group:
-                raise wrong("parity", "is missing: how many of the group hold data, and how many parity")
-            if not self.copies and not self.registry:
-                raise wrong("copies", "names nobody: nodes whose versions are copied, or a registry that says whose")
+                raise wrong("protect.parity", "is missing: how many of the group hold data, and how many parity")
+            if not self.copies and not registry:
+                raise wrong("protect.copies", "names nobody: nodes whose versions are copied, or a registry that says"
+                            " whose")
         elif not (self.code[0] >= 2 and self.code[1] >= 1 and sum(self.code) <= MOST_STREAMS_OF_A_CODE):
-            raise wrong("parity", f"{self.parity}: two nodes with data at least, one holder of parity, and"
-                         f" {MOST_STREAMS_OF_A_CODE} in all at most")
+            raise wrong("protect.parity", f"{self.parity}: two nodes with data at least, one holder of parity, and"
+                        f" {MOST_STREAMS_OF_A_CODE} in all at most")
         elif self.group and len(self.group) != sum(self.code):
-            raise wrong("group", f"names {len(self.group)} nodes, and {self.parity} are {sum(self.code)}")
-        elif not self.group and not self.registry:
-            raise wrong("group", f"is missing: the {sum(self.code)} nodes of {self.parity}, or a registry that says"
-                         " who they are")
+            raise wrong("protect.group", f"names {len(self.group)} nodes, and {self.parity} are {sum(self.code)}")
+        elif not self.group and not registry:
+            raise wrong("protect.group", f"is missing: the {sum(self.code)} nodes of {self.parity}, or a registry that"
+                        " says who they are")
         if strange := self.journal.keys() - {*self.copies, *self.group[: self.code[0] if self.code is not None else 0]}:
-            raise wrong("journal", f"{min(strange)} is none of protect.copies, and no node with data of protect.group:"
-                         " a journal needs a copy or parity to begin with")
+            raise wrong("protect.journal", f"{min(strange)} is none of protect.copies, and no node with data of"
+                        " protect.group: a journal needs a copy or parity to begin with")
         together = max(len(self.copies), self.code[0] if self.code is not None else 1)
         if self.mb_per_second is not None and self.mb_per_second < SLOWEST * together:
-            raise wrong("mb_per_second", f"{self.mb_per_second} for {together} versions that may be pulled at once:"
-                         f" {SLOWEST} for each at least, or their nodes end it")
-        other_nodes(tuple(self.journal.values()))
-        self._check_login()
+            raise wrong("protect.mb_per_second", f"{self.mb_per_second} for {together} versions that may be pulled at"
+                        f" once: {SLOWEST} for each at least, or their nodes end it")
         for key in ("standby", "own", "replace"):
-            if getattr(self, key) and not self.registry:
-                raise wrong(key, "is for nodes that find each other: protect.registry is missing")
+            if getattr(self, key) and not registry:
+                raise wrong(f"protect.{key}", "is for nodes that find each other: nodes.registry is missing")
         if self.replace and not self.replace[0]:
-            raise wrong("replace", "names no program")
-        return self
-
-    def _check_login(self) -> None:
-        """Credentials are used, or refused here. Raises PydanticCustomError."""
-        if bool(self.registry_user) != (self.registry_password_file is not None):
-            raise wrong("registry_user", "needs protect.registry_password_file, and the other way round")
-        if (self.registry_cert is None) != (self.registry_key is None):
-            raise wrong("registry_cert", "needs protect.registry_key, and the other way round")
-        given = [key for key in ("registry_user", "registry_cert") if getattr(self, key)]
-        if given and not self.registry:
-            raise wrong(given[0], "is for etcd: protect.registry is missing")
-        for one in self.registry:
-            place = host_and_port(one.lower().removeprefix("http://").removesuffix("/"))
-            near = place is not None and is_loopback(place[0])
-            if one.lower().startswith("http:") and (self.registry_cert or (self.registry_user and not near)):
-                raise wrong("registry", f"{one} is not encrypted, and {given[-1]} is given: https://")
+            raise wrong("protect.replace", "names no program")
 
     @property
     def addresses(self) -> list[tuple[str, int]]:

@@ -14,16 +14,28 @@ __all__ = ["CommonStep", "ReplicaSettings"]
 
 
 class ReplicaSettings(Table):
-    """directory: of the replica files, on tmpfs or hugetlbfs. keep: leave them there at an orderly end. arenas:
-    iterations of gradients alive at once. patience_packets: how many of a connection follow one that is missing before
-    no repeat of it is expected; 0: those of a step of the ring. memory_mb: most that one job may take, versions and
-    gradients together.
-    resync: what trainers are asked for at the beginning, and where gradients were lost: the state of single elements,
-    at most resync_mb MiB of it per iteration, or all of it at once, while training waits.
-    peers: HOST:PORT of nodes that mirror the same groups, and are asked before. peer_iterations: that have closed and
-    that they may read, each with an arena of its own. peer_seconds: how long an iteration waits for them.
-    journal: holders may read these iterations as peers do (protect.journal of theirs).
-    peer_versions: HOST:PORT of the `api.listen` of such nodes: where all is stale, a version of theirs is taken.
+    """A job's versions and gradients in memory, and what becomes of gradients that were lost.
+
+    - directory: of the replica files, on tmpfs or hugetlbfs.
+    - slots: versions.
+    - threads: workers of the updater.
+    - keep: leave the files there at an orderly end.
+    - arenas: iterations of gradients alive at once.
+    - patience_packets: how many of a connection follow one that is missing before no repeat of it is expected; 0: those
+      of a step of the ring.
+    - memory_mb: MiB, most that one job may take, versions and gradients together.
+    - resync_mb: MiB per iteration, at most, of the state of single elements that trainers are asked for where gradients
+      were lost, and at the beginning.
+    - resync: "state" asks for all of it at once, while training waits; this release reads it, the next one does not
+      (renewal.py).
+
+    peers and peer_versions are switches over [nodes] in the file (nodes.py), and addresses here:
+
+    - peers: HOST:PORT of the `control.listen` of nodes that mirror the same groups, and are asked before trainers are.
+    - peer_iterations: that have closed and that they may read, each with an arena of its own.
+    - peer_seconds: how long an iteration waits for them.
+    - journal: holders may read these iterations as peers do (protect.journal of theirs).
+    - peer_versions: HOST:PORT of the `api.listen` of such nodes: where all is stale, a version of theirs is taken.
     """
 
     directory: Path = Path("/dev/shm")
@@ -63,7 +75,8 @@ class ReplicaSettings(Table):
 
 
 class CommonStep(Table):
-    """nodes: HOST:PORT of the control ports of nodes that follow other groups of the same jobs. seconds: how long a
+    """nodes: HOST:PORT of the control ports of nodes that follow other groups of the same jobs; in the file a switch
+    over [nodes]. seconds: how long a
     version is kept for a group that does not come on."""
 
     nodes: Annotated[tuple[str, ...], Field(max_length=64)] = ()

@@ -26,10 +26,16 @@ class Output(Table):
 
 
 class Store(Table):
-    """url: of a directory or of anything that fsspec reaches; options: for its implementation. every: write each K-th
-    version there; minutes: the newest whenever so many have passed. Versions stay in it if they are among the newest
-    `keep`, not older than keep_hours, or the first in their stretch of keep_every steps; all, with neither keep nor
-    keep_hours. seconds: without a byte, after which it counts as one that hangs."""
+    """Versions in a store of objects. With neither keep nor keep_hours all of them stay.
+
+    - url: of a directory or of anything that fsspec reaches; options: for its implementation.
+    - every: write each K-th version there; 0: not by steps.
+    - minutes: write the newest version whenever so many have passed; 0: not by time.
+    - keep: so many newest versions stay.
+    - keep_hours: versions that are not older stay.
+    - keep_every: the first version in each stretch of so many steps stays.
+    - seconds: without a byte, after which the store counts as one that hangs.
+    """
 
     url: Annotated[str, Field(min_length=1, max_length=2048)]
     every: Annotated[int, Field(ge=0)] = 0

@@ -40,7 +40,7 @@ def numbered(i: int, captures: Sequence[object]) -> str:
 
 
 def wrong(key: str, what: str) -> PydanticCustomError:
-    """What is wrong with a key that fits its own bounds, but not the keys beside it."""
+    """What is wrong with a key that fits its own bounds, but not the other keys."""
     return PydanticCustomError("together", "{what}", {"key": key, "what": what})
 
 

@@ -5,6 +5,6 @@
     gate.py            the control port: one thread takes connections in until they have proved the token
     http_door.py       the HTTP API: the same for asyncio, and a place of their own for those that have shown a key
 
-A stranger never has the place of one who is known: they are counted apart. Where there is no room for another
+A stranger never has the place of one who is known: they are counted apart. Where no room is left for another
 stranger, the one that has been silent for longest goes. So whoever answers at once gets in, however many say nothing.
 """

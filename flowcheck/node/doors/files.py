@@ -31,5 +31,5 @@ def raise_limit() -> int:
 
 
 def strangers_within(limit: int, wanted: int, connections: int) -> int:
-    """How many strangers may be connected beside so many that are known, of which each takes two descriptors."""
+    """How many strangers may be connected next to so many that are known, of which each takes two descriptors."""
     return max(LEAST, min(wanted, limit - OTHERS - 2 * connections))

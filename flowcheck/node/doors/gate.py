@@ -6,7 +6,7 @@
 A stranger has a descriptor and some kilobytes here, and no thread: what he sends, in whatever pieces, is taken without
 waiting for more, TLS's handshake too. He has OPENING_SECONDS for all of it. What has come is read before anybody new is
 let in, so who answers at once is in before others can have taken his place. Who has proved the token goes to `office`
-with his connection, and is no matter of the gate's any more.
+with his connection, and the gate has nothing more to do with it.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Gate:
         self._office.stranger(one.peer, why)
 
     def _drop(self, one: _Stranger, why: str = "") -> None:
-        """why: it is told, if it can take a word just now."""
+        """why: sent to it, if it can take a word just now."""
         if self._leave(one):
             if why:
                 one.part(why)
@@ -244,7 +244,7 @@ class Gate:
         self._office.trouble(f"a connection to the control port cannot be served: {why}")
 
     def _link(self, one: _Stranger) -> Link:
-        """It takes a descriptor more, which a stranger gives up if there is none."""
+        """It takes a descriptor more, which a stranger gives up if none is left."""
         try:
             return Link(one.socket, one.secure)
         except OSError as error:

@@ -60,7 +60,7 @@ class Visitor:
         return found if isinstance(found, Visitor) else None
 
     def known(self, always: bool) -> bool:
-        """It has shown a key. False: there is no place for it, unless it is served `always`."""
+        """It has shown a key. False: no place is left for it, unless it is served `always`."""
         return self._door.known(self, always)
 
     def gone(self) -> None:

@@ -646,7 +646,7 @@ class Group(Membership):
         if why:
             self._say("silent", why=why)
         else:
-            self._say("heard", why="the mirror brings the job's packets again")
+            self._say("mirror_back", why="the mirror brings the job's packets again")
         self._asking.silent(why)
 
     def _drop_session(self, plan: JobPlan | None = None, why: str = "") -> None:

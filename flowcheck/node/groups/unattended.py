@@ -206,7 +206,7 @@ class Unattended:
             self._packets, self._since = packets, now
             if self._silent:
                 self._silent = False
-                self._say("heard", why="the mirror brings the job's packets again")
+                self._say("mirror_back", why="the mirror brings the job's packets again")
         elif not self._silent and now - self._since >= SILENT_SECONDS:
             self._silent = True
             port = self._port.name or "the port"

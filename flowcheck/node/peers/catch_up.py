@@ -179,7 +179,7 @@ def _words(error: FlowcheckError | UpdaterError) -> str:
 class _Search:
     """One attempt: the thread, and what it shows. wishes: the version that it would take, from `source`; told: where
     to. A wish that is refused becomes None, and another one is looked for. failed: why nothing came of peers. over: it
-    has ended; then version is the one that is whole, None: there is none. useful: least and greatest step, as the
+    has ended; then version is the one that is whole, None: no version is. useful: least and greatest step, as the
     group's thread knows them."""
 
     def __init__(

@@ -217,7 +217,7 @@ def dial(address: tuple[str, int], tls: ssl.SSLContext | None, seconds: float) -
 def checked(
     request: int, iteration: int, spans: Sequence[Span], message: Bytes, payload: bytearray
 ) -> tuple[tuple[int, memoryview], ...]:
-    """(first byte, bytes) of each range of an answer; () if it has none. Raises RecordsError if it is no answer to the
+    """(first byte, bytes) of each range of an answer; () if it has none. Raises RecordsError if it does not answer the
     question, or not what it says."""
     if (message.request, message.iteration) != (request, iteration):
         raise RecordsError(f"an answer to question {message.request}, iteration {message.iteration}, not to {request},"

@@ -40,7 +40,7 @@ _Turn = tuple[str, str, int | None]  # an event, the other group, its newest ste
 
 
 def newest_common(own: Iterable[int], others: Iterable[Collection[int]]) -> int | None:
-    """The newest step that all of them have; None: there is none."""
+    """The newest step that all of them have; None: they have none in common."""
     return max(set(own).intersection(*others), default=None)
 
 
@@ -110,7 +110,7 @@ class Common:
     # -- a group's thread --
 
     def order(self, group: str, run: Run, steps: tuple[int, ...]) -> tuple[int, ...] | None:
-        """A group has these complete versions. What it is to reuse last, as of `worth`; None: as it was told before."""
+        """A group has these complete versions. What it is to reuse last, as of `worth`; None: as it said before."""
         mine = self._groups.get(group)
         if mine is not None and mine.seen == self._version and (mine.run, mine.steps) == (run, steps):
             return None
@@ -198,19 +198,19 @@ class Common:
     # -- the main thread --
 
     def look(self) -> None:
-        """Say who is apart, who is not any more, and for whom nothing is kept any more."""
+        """Say who is apart, who is not any more, and which group nothing is kept for any more."""
         with self._changed:
             found = [(name, mine, self._turned(mine, others)) for name, mine in self._groups.items()
                      if (others := self._others(name, mine.run)) or mine.named]
             said = [(name, turned, self._words(mine, turned)) for name, mine, turns in found for turned in turns]
         for name, (turn, shard, step), (newest, nodes, why) in said:  # without the lock: a line may have to wait
-            if turn == "abreast":
-                self._say("abreast", name=name, shard=shard, step=step)
-            elif turn == "apart":
-                self._say("apart", name=name, shard=shard, step=step, newest=newest, nodes=nodes, why=why)
+            if turn == "group_caught_up":
+                self._say("group_caught_up", name=name, shard=shard, step=step)
+            elif turn == "group_behind":
+                self._say("group_behind", name=name, shard=shard, step=step, newest=newest, nodes=nodes, why=why)
             else:
                 why = f"it has not come on for {self._seconds:g} s: no version is kept for it any more"
-                self._say("let_go", name=name, shard=shard, step=step, why=why)
+                self._say("group_abandoned", name=name, shard=shard, step=step, why=why)
 
     def _turned(self, mine: _Group, others: Mapping[str, Collection[int]]) -> list[_Turn]:
         """What is another way than when this was asked last."""
@@ -225,9 +225,9 @@ class Common:
         if released != mine.released:
             self._bump()
         mine.named, mine.released = mine.named.difference(over).union(new), released
-        turns: list[_Turn] = [("abreast", shard, max(others.get(shard, ()), default=None)) for shard in over]
-        return turns + [(event, shard, max(others[shard])) for event, found in (("apart", new), ("let_go", gone))
-                        for shard in found]
+        turns: list[_Turn] = [("group_caught_up", shard, max(others.get(shard, ()), default=None)) for shard in over]
+        named = (("group_behind", new), ("group_abandoned", gone))
+        return turns + [(event, shard, max(others[shard])) for event, found in named for shard in found]
 
     def _words(self, mine: _Group, turn: _Turn) -> tuple[int, list[str], str]:
         """Our newest step, nodes that say they follow the other group (none: it is followed here alone), and why."""

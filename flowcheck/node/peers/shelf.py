@@ -183,7 +183,7 @@ def _inside(ranges: list[Span], shown: _Shown) -> list[Span]:
 def serve(
     link: Link, find: Callable[[], Shelf | None], hear: Callable[[Steps, str], Steps] | None = None
 ) -> None:
-    """Answer a peer until it goes. find(): its group's, as of now. hear: told what another node's groups have, and from
+    """Answer a peer until it goes. find(): its group's, as of now. hear: takes what another node's groups have and from
     where; says what those here have. Raises RecordsError."""
     link.limits = lambda: Limits(RANGES_TEXT)
     while True:

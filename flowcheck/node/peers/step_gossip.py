@@ -1,4 +1,4 @@
-"""Telling other nodes of a job which versions the groups here have complete, and hearing the same of them.
+"""Says to other nodes of a job which versions the groups here have complete, and hears the same of them.
 
     neighbours = Neighbours(addresses, token, common, say)
     neighbours.start();  neighbours.close()

@@ -1,4 +1,4 @@
-"""From the settings' captures to what the dataplane is told: rings, engines and streams of each mirror port.
+"""From the settings' captures to what the dataplane takes: rings, engines and streams of each mirror port.
 
     planned = plan_captures(config)          asks the machine for interfaces and DMA engines, opens nothing
     planned[0].live                          for dataplane.live
@@ -66,7 +66,7 @@ def plan_captures(config: NodeConfig, root: Path = Path("/")) -> list[PlannedCap
         except ValueError as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(str(error), where=table, remedy="docs/use/node.md has every key") from None
+            raise UserError(str(error), where=table, remedy="docs/use/settings.md has every key") from None
         if settings.ring_mb is not None:
             live = _filling(live, settings.ring_mb, table)
         stream += settings.queues

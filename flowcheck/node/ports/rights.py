@@ -73,7 +73,7 @@ class Rights:
             self._holder.call(_limit, needed)
 
     def call(self, function: Callable[..., _Made], *given: Any, **named: Any) -> _Made:
-        """On the thread that holds the rights; on this one where there is none."""
+        """On the thread that holds the rights; on this one where no thread does."""
         return self._holder.call(function, *given, **named) if self._holder is not None else function(*given, **named)
 
     def give_back(self) -> None:

@@ -1,4 +1,4 @@
-"""Does the mirror bring what the job sends? Told within seconds, by port; not when 256 iterations have passed.
+"""Does the mirror bring what the job sends? Said within seconds, by port; not when 256 iterations have passed.
 
 The clock is the trainers': a record says that an iteration is over, so its gradients have been on the wire. If no
 packet of it, or of a later one, has come SECONDS after that, the mirror is silent, and this says which of two it is:

@@ -1,4 +1,4 @@
-"""Keeping journals of other nodes' shards, and making of them what was lost: beside the copies, in the same process.
+"""Keeping journals of other nodes' shards, and making of them what was lost: next to the copies, in the same process.
 
     journaling = Journaling(directory, name, node, control, token, tls, room, say, seconds)
     journaling.start();  journaling.close()
@@ -77,7 +77,7 @@ def youngest(offers: Sequence[Offer]) -> Offer:
 
 class Journaling:
     """Of one source. name: of its API. node(): asks that. control: its control port. token(): of peers. room(bytes):
-    raises FlowcheckError where there is none. say: events. seconds: between two looks at it, each of which has it hash
+    raises FlowcheckError where it lacks. say: events. seconds: between two looks at it, each of which has it hash
     its newest version. parity: what a step is made of where no copies of this source are kept."""
 
     def __init__(
@@ -246,7 +246,7 @@ class Reading:
         self._link.close()
 
     def entry(self, iteration: int) -> Entry:
-        """What the source says of an iteration. With another job than is known the journal begins anew. Raises
+        """What the source says of an iteration. With another job than is known the journal begins again. Raises
         FlowcheckError, OSError."""
         self._requests += 1
         job = self._journal.job

@@ -103,7 +103,7 @@ def _encoded(decided: Decided, parity: Parity, haves: Mapping[str, Have]) -> boo
 
 def newest_persistent(offers: Iterable[Offer], shards: Collection[Shard]) -> dict[str, Key | None]:
     """Of each run id among the shards, epoch and step of the newest version that all of its shards have on a disk or in
-    a store; None: there is none."""
+    a store; None: no step is."""
     held: dict[tuple[str, str], dict[Key, str]] = {(run_id, shard): {} for run_id, _, shard in shards}
     offers, most = list(offers), dict[str, int]()  # of a run the newest epoch that a node vouches for, if one does
     for offer in offers:

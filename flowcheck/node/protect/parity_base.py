@@ -25,7 +25,7 @@ ROUND = ".parity"  # ends the names of rounds
 
 
 class ParityBase:
-    """room(bytes): raises FlowcheckError where there is none."""
+    """room(bytes): raises FlowcheckError where it lacks."""
 
     def __init__(self, directory: Path, node: Callable[[], Node], room: Callable[[int], None]) -> None:
         self._directory, self._node, self._room = directory, node, room

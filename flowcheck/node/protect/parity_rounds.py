@@ -130,7 +130,7 @@ class Rounds:
 
 
 def _offers(node: Node) -> list[Offer]:
-    """Raises AskError: without one member there is no round."""
+    """Raises AskError: a round needs all members."""
     try:
         return node.offers()
     finally:

@@ -150,7 +150,7 @@ class _Made(Held):
         self.made: Rebuilding | None = None
 
     def is_gone(self) -> bool:
-        """Also where it cannot be made any more: whoever asks again is told why."""
+        """Also where it cannot be made any more: whoever asks again hears why."""
         return super().is_gone() or self._over
 
     def manifest(self) -> bytes:

@@ -2,7 +2,7 @@
 
     Member.of(name, text), Have.of(text), Decided.of(text)
 
-Whoever may write to the registry may have written anything: a text that is none of these is as if there were none.
+Whoever may write to the registry may have written anything: a text that is none of these is as if it were not there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError, Overf
 
 
 def _number(said: Any) -> int:
-    """Raises one of _WRONG. JSON has numbers: text of digits, of whatever script, is none."""
+    """Raises one of _WRONG. JSON has numbers: text of digits, of whatever script, is not one."""
     if type(said) is not int or not 0 <= said < MOST:
         raise ValueError(said)
     return said
@@ -186,8 +186,8 @@ def _shards(said: Iterable[Any]) -> tuple[Shard, ...]:
 
 @dataclass(frozen=True)
 class Decided:
-    """epoch: of the decision; 0: there is none. members: as they were then. holders: of each, who keeps copies of its
-    versions. recovery: from a loss; None: nothing is lost. parity: None: there is none."""
+    """epoch: of the decision; 0: nothing is. members: as they were then. holders: of each, who keeps copies of its
+    versions. recovery: from a loss; None: nothing is lost. parity: None: no group has any."""
 
     epoch: int = 0
     members: Mapping[str, Member] = field(default_factory=dict)
@@ -203,7 +203,7 @@ class Decided:
                 if name in holders or (own and one == name)}
 
     def part(self, name: str) -> Part | None:
-        """What a holder of parity does; None: it is none."""
+        """What a holder of parity does; None: it does not hold any."""
         parity = self.parity
         if not name or parity is None or name not in parity.holders:
             return None

@@ -27,7 +27,7 @@ def grouped(
 ) -> Parity | None:
     """code: streams of data and of parity. members: that are there, and have a place. owns: of each, which shards its
     node has versions of. before: what holds now; a member of it that is gone stays in it where nobody takes its place.
-    None: there is none, and no job is followed yet. Raises UserError: with what is followed, or with who is there,
+    None: no group can be, and no job is followed yet. Raises UserError: with what is followed, or with who is there,
     there can be none."""
     given, before = before, before if before is not None and before.code == code else None
     data = _data(code[0], members, owns, before)
@@ -46,7 +46,7 @@ def grouped(
     come = [names[one] for one in joining(sites, there, [at[name] for name in spare], taken.count(""))]
     if before is None and (domain := crowded([*there, *(at[name] for name in come)], sites, code[1])):
         raise UserError(f"{domain} would be lost with more than {code[1]} members of the group", where=WHERE,
-                        remedy="members elsewhere, or no protect.leaf and protect.host where that may happen")
+                        remedy="members elsewhere, or no nodes.leaf and nodes.host where that may happen")
     left = iter(come)
     was = before.holders if before is not None else taken
     return Parity(data, tuple(name or next(left, old) for name, old in zip(taken, was, strict=True)))
@@ -59,7 +59,7 @@ def _data(
     followed = {name: owns.get(name, ()) for name in members}
     if len(runs := sorted({run_id for shards in followed.values() for run_id, _, _ in shards})) > 1:
         raise UserError(f"several jobs are followed: {', '.join(map(repr, runs))}", where=WHERE,
-                        remedy="a protect.cluster of its own for each job")
+                        remedy="a nodes.cluster of its own for each job")
     of: dict[str, list[str]] = {}
     for name, shards in followed.items():
         mine = sorted({shard for _, _, shard in shards})

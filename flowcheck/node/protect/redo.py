@@ -1,7 +1,7 @@
 """From a copy and the journal after it to a newer step: the follower's own updates, done again.
 
     reach(base, journal)                 the newest step that they make and the source's hashes prove
-    path = redo(base, journal, threads)  that step as a checkpoint directory beside the base, or FlowcheckError
+    path = redo(base, journal, threads)  that step as a checkpoint directory next to the base, or FlowcheckError
 
 The job is planned from its manifest as the source has planned it, and the same replica applies the same bytes with the
 same values in the same order (rebuild/version/replica.py, updater/). Equal bits are not taken for granted: every

@@ -3,13 +3,13 @@
     registry = Shared().session()  or  Etcd(endpoints, cluster)
     registry.renew({"members/a": "..."})      a lease of LEASE_SECONDS, kept; these keys are there as long as it is
     registry.read() -> {key: Entry}           all keys, as of one moment
-    registry.elect("a") -> bool               root, if there is none; for as long as the lease
+    registry.elect("a") -> bool               root, if nobody is; for as long as the lease
     registry.decide("placement", text, root)  only while that root is root
 
     members/NAME   where a member is, and its failure domains
     have/NAME      the copies that it has whole, and the epoch of the placement that it follows
     root           name of the root
-    placement      who keeps copies of whom, with an epoch
+    placement      who keeps whose copies, with an epoch
 
 Every call answers within a second or so, or raises RegistryError: then nothing is known, and nothing may be changed.
 """

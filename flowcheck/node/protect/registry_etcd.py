@@ -4,7 +4,7 @@
 
 Keys lie below /flowcheck/CLUSTER/. Reads are linearizable: on the smaller side of a split they are refused, as writes
 are. An endpoint that does not answer within a second is left for the next one, and one that answers byte by byte after
-three; that one is asked nothing more until its answer has ended. An answer of more than MOST_ANSWER bytes is none:
+three; that one is asked nothing more until its answer has ended. More than MOST_ANSWER bytes are not an answer:
 whoever may write there may have written gigabytes. etcd from 3.4 on.
 """
 
@@ -39,13 +39,13 @@ T = TypeVar("T")
 
 
 def check_endpoints(endpoints: Sequence[str]) -> None:
-    """Raises UserError: one is no URL; EnvironmentProblem: the client is not installed."""
+    """Raises UserError: one is not a URL; EnvironmentProblem: the client is not installed."""
     for one in endpoints:
         endpoint_of(one)
     try:
         import etcd3gw  # noqa: F401
     except ImportError as error:
-        raise EnvironmentProblem(f"{error.name} is not installed, and etcd is asked with it", where="protect.registry",
+        raise EnvironmentProblem(f"{error.name} is not installed, and etcd is asked with it", where="nodes.registry",
                                  remedy=f"{installing(error)}, or protect.copies without a registry"
                                  ) from None
 
@@ -55,10 +55,10 @@ def endpoint_of(text: str) -> tuple[str, str, int]:
     scheme, _, rest = text.partition("://")
     place = host_and_port(rest.removesuffix("/"), brackets=True)
     if "@" in text:
-        raise UserError("an endpoint of etcd has a user or a password in it", where="protect.registry",
-                        remedy="protect.registry_user and protect.registry_password_file")
+        raise UserError("an endpoint of etcd has a user or a password in it", where="nodes.registry",
+                        remedy="nodes.registry_user and nodes.registry_password_file")
     if scheme.lower() not in ("http", "https") or place is None:
-        raise UserError(f"{text!r} {odd_port(rest) or 'is not an endpoint of etcd'}", where="protect.registry",
+        raise UserError(f"{text!r} {odd_port(rest) or 'is not an endpoint of etcd'}", where="nodes.registry",
                         remedy="http://HOST:PORT or https://HOST:PORT")
     return (scheme.lower(), *place)
 

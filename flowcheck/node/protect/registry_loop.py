@@ -1,4 +1,4 @@
-"""The thread that sits in the registry for a node: a turn each second, and what a root has to find out beside that.
+"""The thread that sits in the registry for a node: a turn each second, and what a root has to find out besides.
 
     sit(settings, path, held, streams, take, node, keys, say, ending)      until `ending` is set
 

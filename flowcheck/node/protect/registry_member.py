@@ -3,7 +3,7 @@
     seat = Seat(registry, Member(Site("ck0", leaf="leaf1"), "10.0.0.2:7071"), replicas=2, grace=10.0, say, kept=path)
     seat.turn(copies, own, parity) -> {name: address}    each second, on one thread: whose copies this member keeps
     seat.steps                                    of each run the step of which no copy may go
-    seat.part                                     which stream of parity this member keeps, and of whom; None: none
+    seat.part                                     which stream of parity this member keeps, and whose; None: nobody's
 
 The root is a member like others, with one more thing to do: when who is there differs from the placement for longer
 than `grace`, it decides. A loss is gone through in steps, each of which is a decision (Gemini, section 6):
@@ -16,7 +16,7 @@ Within that grace every member keeps what it takes to be that step by itself, or
 may be killed between any two of these steps: what is decided lies in the registry, and the next one goes on from there.
 
 A place that nobody takes is given up after PATIENCE more graces (with an operator's command `wait` seconds, and again
-once that has succeeded), and all are placed anew (checkpoint/coding/holders.py). A replacement goes where it shares a
+once that has succeeded), and all are placed again (checkpoint/coding/holders.py). A replacement goes where it shares a
 leaf with the fewest. Every decision has an epoch, and is written only while its writer is root.
 
 A registry that is gone, slow or split changes nothing: the last decision holds, also for a member that is started
@@ -25,7 +25,7 @@ that came back empty has nothing newer to say either.
 
 With parity the root also names the group (placement_groups.py), as soon as a job is followed as the code needs it, for
 longer than `grace`. Of a group that holds only places change whose member is gone: a replacement takes them as it takes
-those of copies, and where there is none, another member takes a stream of parity.
+those of copies, and where nobody has any, another member takes a stream of parity.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _Said = Sequence[Mapping[str, Any]]
 class Seat:
     """replicas: of each state, the one of the node itself counts. grace: seconds. kept: the file with the last
     decision. now: seconds. operator: brings replacements; None: nobody does. wait: seconds for one that is to be
-    brought. void(decided): told, as root, of a recovery in which shards are lost with all copies. code: streams of data
+    brought. void(decided): as root, for a recovery in which shards are lost with all copies. code: streams of data
     and of parity of the group that is to be; None: as root it leaves parity alone. One thread."""
 
     def __init__(
@@ -248,7 +248,7 @@ class Seat:
         return None
 
     def _asked(self, lost: Sequence[str], recovery: Recovery) -> tuple[str, ...]:
-        """For whom the operator's command has succeeded by now; (): for nobody else than is known."""
+        """Lost members that the operator's command has succeeded for by now; (): for nobody else than is known."""
         if self._operator is None:
             return ()
         done = {name for name in lost if name not in recovery.asked

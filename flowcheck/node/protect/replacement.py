@@ -33,7 +33,7 @@ class _Try:
 
 
 class Operator:
-    """command: a program and its arguments. cluster: what it is told of that. say: events. now: seconds. One thread."""
+    """command: a program and its arguments. cluster: what it learns of that. say: events. now: seconds. One thread."""
 
     def __init__(
         self, command: Sequence[str], cluster: str, say: Callable[..., None], now: Callable[[], float] = time.monotonic

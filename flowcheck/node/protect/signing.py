@@ -104,7 +104,7 @@ class Signed:
         return sealed
 
     def _opened(self, key: str, entry: Entry) -> str | None:
-        """None: nobody has signed it who may, or it is no more what he has signed."""
+        """None: nobody has signed it who may, or it is not what was signed any more."""
         said = _envelope(entry.value)
         if said is None or said[0] != entry.lease or (key != PLACEMENT) != bool(entry.lease):
             return None

@@ -36,28 +36,28 @@ class Copying(Beside):
     """config: with `protect`."""
 
     def __init__(self, config: NodeConfig, key: str, address: str, say: Callable[..., None]) -> None:
-        protect, directory = config.protect, config.copies
+        protect, nodes, directory = config.protect, config.nodes, config.copies
         assert protect is not None and directory is not None
         registry = {
-            "endpoints": list(protect.registry), "cluster": protect.cluster, "ca": protect.registry_ca,
-            "cert": [str(protect.registry_cert), str(protect.registry_key)] if protect.registry_cert else None,
-            "user": protect.registry_user, "password": str(protect.registry_password_file or ""),
-            "replicas": protect.states, "grace": protect.grace, "address": protect.advertise or address,
+            "endpoints": list(nodes.registry), "cluster": nodes.cluster, "ca": nodes.registry_ca,
+            "cert": [str(nodes.registry_cert), str(nodes.registry_key)] if nodes.registry_cert else None,
+            "user": nodes.registry_user, "password": str(nodes.registry_password_file or ""),
+            "replicas": protect.states, "grace": protect.grace, "address": config.advertise or address,
             "follows": bool(config.capture), "standby": protect.standby, "own": protect.own,
             "code": protect.code if protect.placed else None, "kept": str(config.placement),
             "replace": list(protect.replace), "replace_seconds": protect.replace_seconds,
             "directory": str(config.replica.directory),
-            "site": {"name": config.name, "host": protect.host, "leaf": protect.leaf, "rack": protect.rack},
+            "site": {"name": config.name, "host": nodes.host, "leaf": nodes.leaf, "rack": nodes.rack},
         }
         super().__init__("flowcheck.node.protect.worker", "keeps copies of other nodes' versions", {
             "directory": str(directory), "key": key, "keys": _keys(config),
             "ca": config.tls.ca if config.tls is not None else "",
             "sources": protect.addresses, "journal": protect.journals, "token": self._token(config),
-            "own": protect.advertise or address, "rate": (protect.mb_per_second or 0) << 20,
+            "own": config.advertise or address, "rate": (protect.mb_per_second or 0) << 20,
             "cores": sorted(os.sched_getaffinity(0) - config.pinned),
             "rules": {"every": protect.every, "keep": protect.keep, "most": protect.memory_mb << 20,
                       "seconds": protect.seconds},
-            "registry": registry if protect.registry else None, "parity": _rounds(config),
+            "registry": registry if nodes.registry else None, "parity": _rounds(config),
         }, say)
 
         self._config = config
@@ -141,12 +141,12 @@ def check_copies(config: NodeConfig) -> Path:
     if config.api is not None and config.api.address in config.protect.addresses:
         raise UserError(f"{config.api.listen} is this node itself", where="protect.copies",
                         remedy="those of other nodes")
-    if config.protect.registry:
-        check_endpoints(config.protect.registry)
-        if config.protect.registry_password_file is not None:
-            read_token(config.protect.registry_password_file)
-        if config.protect.registry_cert is not None and config.protect.registry_key is not None:
-            server_context(config.protect.registry_cert, config.protect.registry_key)
+    if config.nodes.registry:
+        check_endpoints(config.nodes.registry)
+        if config.nodes.registry_password_file is not None:
+            read_token(config.nodes.registry_password_file)
+        if config.nodes.registry_cert is not None and config.nodes.registry_key is not None:
+            server_context(config.nodes.registry_cert, config.nodes.registry_key)
     if config.tls is not None:
         client_context(config.tls.ca)
     for place in filter(None, (directory, config.parity)):

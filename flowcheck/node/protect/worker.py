@@ -15,7 +15,7 @@ holder makes rounds (parity_rounds.py). Who is what is in the settings, or the r
 Of each group of a source the `keep` copies that came last stay, whatever run they are of. An older one goes when a
 newer one is whole, and not before; one of a step that is frozen after a loss (registry_member.py) when that is over.
 
-All pulls of versions together read no more bytes a second than the settings say. What is made for who asks is no pull.
+All pulls of versions together read no more bytes a second than the settings say. What is made for others is not one.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Copier:
 
     def _due(self, node: Node, offers: Sequence[Offer]) -> Offer | None:
         """The newest that is wanted, of what a follower of its run vouches for, from the nearest tier; None: it is
-        here, or there is none. It is of the run that the node follows now, where that has one: an earlier run may have
+        here, or nobody has one. It is of the run that the node follows now, where that has one: an earlier run may have
         come further."""
         wanted = [one for one in offers if one.tier in TIERS and one.attached and one.step % self._rules.every == 0]
         wanted = _followed(offers, wanted) or wanted
@@ -286,7 +286,7 @@ def _copies(lane: Path) -> list[_Copy]:
 
 
 class _Sources:
-    """Whom to copy from: those of the settings, and those that the registry says. Any thread.
+    """Sources of copies: those of the settings, and those that the registry says. Any thread.
 
     part: what is done here for parity; None: nothing."""
 
@@ -304,7 +304,7 @@ class _Sources:
             self._follow()
 
     def placed(self, found: Sequence[tuple[str, int]], steps: Mapping[Run, int], part: Part | None) -> None:
-        """What the registry says: whom to copy from, which steps are frozen, and what is done for parity."""
+        """What the registry says: the sources of copies, which steps are frozen, and what is done for parity."""
         self._copier.freeze(steps)
         self.part = part
         with self._lock:

@@ -56,7 +56,8 @@ def run(config: Path, jobs: Sequence[Path], seconds: float, as_json: bool) -> in
         UserError: settings or a job that cannot be used.
         EnvironmentProblem: DPDK or this machine refused.
     """
-    settings, wanted = load(config), [load_job(path) for path in jobs]
+    settings = load(config, lambda text: print(f"flowcheck: note: {text}", file=sys.stderr))
+    wanted = [load_job(path) for path in jobs]
 
     def ready() -> None:
         devices = ", ".join(one.device for one in settings.capture)

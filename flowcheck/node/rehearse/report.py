@@ -3,7 +3,7 @@
     document = report(config, planned, made, ...)         rehearsal.py
     render(document, console)
 
-A port is told by its hosts: the few addresses of which one is in every packet that it brings. A host that only sends
+A port is known by its hosts: the few addresses of which one is in every packet that it brings. A host that only sends
 there, or only receives, and of which no other port brings the rest, is a direction that is not mirrored. Pure, but for
 the console.
 """

@@ -4,7 +4,7 @@
     board.fd                                   inherited by the other process
     Glance(fd).read()                          there: what was written last, b"" if nothing was
 
-Neither waits for the other, and there is no question that the node would have to answer. The text goes into one of two
+Neither waits for the other, and nobody asks the node anything. The text goes into one of two
 areas in turn, with its length and CRC-32 before it, and a count says which one is newest. A reader that was overtaken
 twice while it copied finds the CRC wrong and reads again.
 

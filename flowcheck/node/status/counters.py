@@ -37,7 +37,7 @@ BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 
 # A condition of a group holds from one event until another of its group.
 CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
-    "silent": (frozenset({"silent"}), frozenset({"heard", "attached", "end"})),
+    "silent": (frozenset({"silent"}), frozenset({"mirror_back", "attached", "end"})),
     "behind": (frozenset({"behind"}), frozenset({"on_time", "attached", "end"})),
     "overload": (frozenset({"overload"}), frozenset({"recovered", "attached", "end"})),
     "stale": (frozenset({"stale", "begun"}), frozenset({"patched", "caught_up", "state", "attached", "end"})),
@@ -211,7 +211,7 @@ class GroupTally:
     def _gathered(self, now: float, said: Mapping[str, Any]) -> None:
         self.parameters = {"step": said["step"], "time": now}
 
-    def _came_back(self, now: float, said: Mapping[str, Any]) -> None:
+    def _job_recovered(self, now: float, said: Mapping[str, Any]) -> None:
         self.failures["count"] += 1
         self.failures["seconds"] += said["seconds"]
         self.failures["repeated"] += said["repeated"]

@@ -112,7 +112,7 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
 def closed_fields(
     closed: Closed, number: int, dropped: Mapping[str, int], *, lost: bool, matches: int
 ) -> dict[str, Any]:
-    """Of the event `iteration`. lost: there is no version to go on from. matches: checksums that have matched."""
+    """Of the event `iteration`. lost: no version is left to go on from. matches: checksums that have matched."""
     return {
         "iteration": number, "published": closed.published, "status": closed.status, "packets": closed.packets,
         "placed": closed.placed, "missing": closed.missing, "healed": closed.healed, "duplicates": closed.duplicates,

@@ -7,11 +7,11 @@ Lines of text begin with the time, in UTC, unless standard output is systemd's j
 
 A terminal that was stopped, a log collector that hangs and a disk that does not answer hold up who prints. So a thread
 of its own prints, and another one writes the file: who says an event follows a job and has no time for either. Lines
-wait for at most MOST events; what comes then is counted, and the count is said (`unsaid`) when lines are taken again.
-The file needs no such bound: what is written next is what holds then. It has the last events of the node and of the
-MOST_GROUPS groups that spoke last. What is said here by itself (lines that were not taken, a file that cannot be
-written) goes to `also` as well, which counts it. Nothing here ends a node: neither a reader that has gone nor a disk
-that is full.
+wait for at most MOST events; what comes then is counted, and the count is said (`events_dropped`) when lines are
+taken again. The file needs no such bound: what is written next is what holds then. It has the last events of the node
+and of the MOST_GROUPS groups that spoke last. What is said here by itself (lines that were not taken, a file that
+cannot be written) goes to `also` as well, which counts it. Nothing here ends a node: neither a reader that has gone
+nor a disk that is full.
 
 Standard output is descriptor 1, and not Python's object: a thread that is held up inside that keeps its lock, and the
 process could not end.
@@ -35,7 +35,7 @@ from typing import Any, Self
 from flowcheck.durable import write_atomic
 from flowcheck.errors import EnvironmentProblem
 
-__all__ = ["END_SECONDS", "MOST", "MOST_GROUPS", "Events", "as_text", "shown"]
+__all__ = ["END_SECONDS", "FORMER", "MOST", "MOST_GROUPS", "Events", "as_text", "shown"]
 
 MOST = 10_000  # events that wait to be printed: minutes of them, and some megabytes
 MOST_GROUPS = 256  # names whose last events are kept: a node follows fewer, but others may come, and copies have names
@@ -43,6 +43,10 @@ MOMENTS = frozenset({"detected", "restored", "resumed"})  # fields that are seco
 MOST_OWN = 16  # events of its own that wait for somebody who counts them
 END_SECONDS = 5.0
 STDOUT = 1
+FORMER = {  # names that earlier releases had; a line says them as `was`, and the next release does not
+    "group_abandoned": "let_go", "group_behind": "apart", "group_caught_up": "abreast", "job_recovered": "came_back",
+    "events_dropped": "unsaid", "mirror_back": "heard", "holder_ready": "holding",
+}
 UNSAID = "standard output did not take events as fast as they came"
 
 
@@ -67,7 +71,8 @@ class Events:
             threading.Thread(target=run, name=f"flowcheck {name}", daemon=True).start()
 
     def __call__(self, event: str, **fields: Any) -> None:
-        line = {"event": event, "time": round(time.time(), 3), **fields}
+        was = {"was": FORMER[event]} if event in FORMER else {}
+        line = {"event": event, "time": round(time.time(), 3), **was, **fields}
         with self._changed:
             if event == "attached":
                 self._jobs[fields["name"]] = fields["run_id"]
@@ -111,7 +116,7 @@ class Events:
                 self._last.pop(key, None)
 
     def _put(self, line: dict[str, Any]) -> None:
-        count = line["count"] if line["event"] == "unsaid" else 1
+        count = line["count"] if line["event"] == "events_dropped" else 1
         if len(self._lines) < MOST:
             stamp = f"{_utc(line['time'])} " if self._stamps else ""
             self._lines.append((json.dumps(line) if self._json else stamp + as_text(line), count))
@@ -141,9 +146,9 @@ class Events:
                 elif self._unsaid and not self._lines:  # those that came since found no room
                     unsaid, self._unsaid = self._unsaid, 0
                     say = self.__call__
-                    say("unsaid", count=unsaid, why=UNSAID)
+                    say("events_dropped", count=unsaid, why=UNSAID)
             if unsaid:
-                self._tell("unsaid", count=unsaid, why=UNSAID)
+                self._tell("events_dropped", count=unsaid, why=UNSAID)
 
     def _keep(self) -> None:
         """A full disk ends nothing, either: versions are made all the same."""

@@ -52,8 +52,9 @@ class Ledger:
             self._failure = None
             now = self._clock()
             self._say(
-                "came_back", iteration=number, detected=round(failure.detected, 3), restored=round(failure.restored, 3),
-                resumed=round(now, 3), seconds=round(max(now - failure.detected, 0.0), 3),
+                "job_recovered", iteration=number, detected=round(failure.detected, 3),
+                restored=round(failure.restored, 3), resumed=round(now, 3),
+                seconds=round(max(now - failure.detected, 0.0), 3),
                 repeated=max(failure.last + 1 - failure.first, 0),
             )
         self._last = number if self._last is None else max(self._last, number)

@@ -1,4 +1,4 @@
-"""Signs of life of a process beside the node's own, and how long it has had a processor without giving one.
+"""Signs of life of another process of the node, and how long it has had a processor without giving one.
 
     beat(counts)                       in that process: a line on standard output, never waits
     pulse = Pulse(pid)                 in the node's

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from flowcheck.job.version_status import DIVERGED, FOLLOWS, UNVERIFIED, VERIFIED, kind_of
 from flowcheck.node.status.counters import BUCKETS, CONDITIONS, STAGES
+from flowcheck.node.status.event_log import FORMER
 from flowcheck.rebuild.iteration.merger import SOURCES
 from flowcheck.rebuild.iteration.verdict import Clause
 
@@ -74,7 +75,7 @@ def _parts(document: Document) -> Iterator[tuple[list[str], Any]]:
 
 
 def _one(key: str, *keys: str) -> Callable[[Any], Samples]:
-    """The value at that place; there is none where it is null."""
+    """The value at that place; no sample where it is null."""
 
     def found(of: Any) -> Samples:
         value = of[key]
@@ -92,7 +93,7 @@ def _each(key: str, always: Iterable[str] = (), times: int = 1) -> Callable[[Any
 
 
 def _when(key: str, *keys: str) -> Callable[[Any], Samples]:
-    """A time; there is none where it has not come."""
+    """A time; no sample where it has not come."""
     found = _one(key, *keys)
     return lambda of: [(labels, value) for labels, value in found(of) if value]
 
@@ -129,6 +130,7 @@ def _events(of: Any) -> Samples:
     found = dict.fromkeys(
         ((event, group) for event in ALERTED for group in ("", *(one["name"] for one in of["groups"]))), 0)
     found |= {(event, group): count for event, by in of["counts"].items() for group, count in by.items()}
+    found |= {(FORMER[event], group): count for (event, group), count in found.items() if event in FORMER}
     return [([*labels], count) for labels, count in found.items()]
 
 

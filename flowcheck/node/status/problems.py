@@ -1,4 +1,4 @@
-"""What is wrong at the moment beside what groups say of themselves: for the box at the top of the status page.
+"""What is wrong at the moment apart from what groups say of themselves: for the box at the top of the status page.
 
     wrong = Wrong();  wrong.hear(event, fields, now)      of every event
     wrong.document(now)                                   [{"what", "name", "since", "text"}], the newest last

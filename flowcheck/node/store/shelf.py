@@ -87,7 +87,7 @@ class StoreShelf(Shelf):
 
     def _found(self, objects: Objects) -> Iterator[Entry]:
         """Raises StoreError: it refuses. A version that cannot be read does not hide others of its run and group; where
-        there is no other, nobody may take that run for one without versions."""
+        it has no other, nobody may take that run for one without versions."""
         refused: list[StoreError] = []
         for node in objects.children(""):
             for group in objects.children(node):
@@ -112,7 +112,7 @@ class StoreShelf(Shelf):
             raise refused[0]
 
     def _patiently(self, work: Callable[[], bytes]) -> bytes:
-        """The answer. Raises StoreError, also where there is none in time."""
+        """The answer. Raises StoreError, also where it does not come in time."""
         self._stuck = [one for one in self._stuck if one.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
             raise StoreError("does not answer", where=self._url)

@@ -98,7 +98,7 @@ parity = "2+2"
 every = {STEP}
 directory = "{self.directory}"
 seconds = 0.1
-{more}''', began="holding")
+{more}''', began="holder_ready")
 
     def whole(self) -> bool:
         return any(self.directory.glob("*.parity/run/epoch-0/step-000007.parity"))
@@ -106,7 +106,7 @@ seconds = 0.1
     def lose(self) -> None:
         self.process.process.kill()
         self.process.process.wait(LONGEST)
-        until(lambda: not answers(self.process.said("holding")[0]["api"]))  # what it started ends with it
+        until(lambda: not answers(self.process.said("holder_ready")[0]["api"]))  # what it started ends with it
         self.close()
 
     def close(self) -> None:

@@ -46,8 +46,8 @@ def test_all_notes_at_once_in_their_order() -> None:
     left = (9 * GB - found.ordinary) >> 20
     assert found.notes == (
         SLOW, UNSET.format(left),
-        "replica.slots: with 2 all state is asked for at once, and all ranks wait for it. replica.resync = \"ranges\""
-        " takes 3",
+        "replica.slots: with 2 all state is asked for at once, and all ranks wait for it. Ranges, for which nobody"
+        " waits, take 3",
         "a thread is pinned to each core: groups, updates and the kernel have none for themselves",
         "capture.cores: 0, 1 on another NUMA node than ring (node 1)",
         "capture.place_cores: 2 on another NUMA node than ring (node 1)",

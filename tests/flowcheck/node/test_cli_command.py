@@ -118,7 +118,7 @@ class Kept:
     def __exit__(self, *_: object) -> None: ...
 
     def announce(self, say: Callable[..., None]) -> None:
-        say("holding", every=5)
+        say("holder_ready", every=5)
 
     def wait(self) -> None: ...
 
@@ -135,9 +135,9 @@ def test_a_node_without_a_port_holds_copies_and_needs_no_dpdk(
     assert checked == [True, False] and capfd.readouterr().out == ""
     assert command("--json", "--config", str(tmp_path / "node.toml"), text=text) == 0
     said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert [line["event"] for line in said] == ["holding", "stopping", "stopped"]
+    assert [line["event"] for line in said] == ["holder_ready", "stopping", "stopped"]
     assert said[1]["why"] == "asked to: what was copied stays"
-    assert command(text=text) == 0 and "Z holding: every 5\n" in capfd.readouterr().out
+    assert command(text=text) == 0 and "Z holder_ready: was holding, every 5\n" in capfd.readouterr().out
     assert world.done == []
 
 
@@ -169,7 +169,7 @@ def test_settings_that_are_wrong_end_it_with_2(command: Callable[..., int], worl
 def test_a_device_that_is_not_one_ends_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
     assert command(device="no such kind:0") == 2
     said = capsys.readouterr().err
-    assert said.startswith("flowcheck-node: error: capture: ") and "remedy: docs/use/node.md has every key" in said
+    assert said.startswith("flowcheck-node: error: capture: ") and "remedy: docs/use/settings.md has every key" in said
     assert world.done == []
 
 

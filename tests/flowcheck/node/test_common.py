@@ -293,7 +293,7 @@ def test_a_group_that_is_behind_is_named_and_its_step_is_kept_for_a_time() -> No
     scene.order(5, 7, 8)
     assert scene.look() == [], "what it says takes its time to be here"
     [(event, said)] = scene.look(APART_SECONDS)
-    assert event == "apart" and (said["name"], said["shard"], said["step"], said["newest"]) == ("s0", "s1", 5, 8)
+    assert event == "group_behind" and (said["name"], said["shard"], said["step"], said["newest"]) == ("s0", "s1", 5, 8)
     assert said["nodes"] == ["b (10.0.0.3:7070)"] and "step 5 of group 's1' is more than 2 behind step 8" in said["why"]
     assert scene.look(1) == [], "once"
     assert scene.common.document()["s0"] == {"step": 8, "groups": 3, "apart": ["s1"]}, "the rest goes on"
@@ -303,11 +303,11 @@ def test_a_group_that_is_behind_is_named_and_its_step_is_kept_for_a_time() -> No
     assert scene.order(5, 8, 9) == (5, 9)
     assert scene.look(57.9) == []
     [(event, said)] = scene.look(0.2)
-    assert event == "let_go" and (said["name"], said["shard"], said["step"]) == ("s0", "s1", 5)
+    assert event == "group_abandoned" and (said["name"], said["shard"], said["step"]) == ("s0", "s1", 5)
     assert scene.order(5, 8, 9) == (9,), "nothing is kept for it any more"
     assert scene.look(1000) == []
     scene.hear(("s1", [8, 9]))
-    assert scene.look() == [("abreast", {"name": "s0", "shard": "s1", "step": 9})]
+    assert scene.look() == [("group_caught_up", {"name": "s0", "shard": "s1", "step": 9})]
     assert scene.order(5, 8, 9) == (9,) and scene.common.document()["s0"] == {"step": 9, "groups": 3, "apart": []}
 
 
@@ -327,9 +327,9 @@ def test_a_group_that_is_gone_altogether_is_not_apart_any_more() -> None:
     scene.hear(("s1", [4, 5]))
     scene.order(5, 7, 8)
     scene.look()
-    assert [event for event, _ in scene.look(APART_SECONDS)] == ["apart"]
+    assert [event for event, _ in scene.look(APART_SECONDS)] == ["group_behind"]
     scene.hear()
-    assert scene.look() == [("abreast", {"name": "s0", "shard": "s1", "step": None})]
+    assert scene.look() == [("group_caught_up", {"name": "s0", "shard": "s1", "step": None})]
 
 
 # -- liars ---------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def test_a_liar_costs_a_slot_for_a_time_and_nothing_else(slots: int, lie: Callab
         assert newest in mine.steps
         lost = set(alone.steps) - set(mine.steps)
         assert len(lost) <= (1 if slots == 3 else 2) and newest_common(mine.steps, [honest.steps]) is not None
-        released |= any(event == "let_go" for event, _ in scene.look(1.0))
+        released |= any(event == "group_abandoned" for event, _ in scene.look(1.0))
     if released:
         assert set(alone.steps) == set(mine.steps)
 
@@ -378,11 +378,11 @@ def test_groups_without_end_fill_neither_the_log_nor_the_board() -> None:
         shares = [[*RUN, f"x{number}.{i}", [1]] for i in range(64)]
         scene.common.hear(Steps(f"{number:032x}", "x", shares), "10.6.6.6:1")
     scene.look()
-    assert [event for event, _ in scene.look(APART_SECONDS)] == ["apart"] * MOST_NAMED
+    assert [event for event, _ in scene.look(APART_SECONDS)] == ["group_behind"] * MOST_NAMED
     assert len(scene.common.document()["s0"]["apart"]) == MOST_NAMED and scene.look(1) == []
     scene.hear(("s1", [7, 8]))
     assert scene.common.document()["s0"]["step"] == 8, "whoever is apart does not count, named or not"
-    assert [event for event, _ in scene.look(10)] == ["let_go"] * MOST_NAMED and scene.look(10) == []
+    assert [event for event, _ in scene.look(10)] == ["group_abandoned"] * MOST_NAMED and scene.look(10) == []
     assert scene.order(6, 7, 8) == (8,)
 
 

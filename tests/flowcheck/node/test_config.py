@@ -97,6 +97,9 @@ def test_what_is_left_out(tmp_path: Path) -> None:
         "output": {"directory": Path("out"), "readable_by": "owner", "every": 0, "keep_hashes": None,
                    "status_file": None},
         "common": {"nodes": (), "seconds": 300.0}, "follow": (),
+        "nodes": {"addresses": (), "registry": (), "registry_ca": "", "registry_cert": None, "registry_key": None,
+                  "registry_user": "", "registry_password_file": None, "cluster": "default", "advertise": None,
+                  "host": "", "leaf": "", "rack": ""},
         "api": None, "protect": None, "store": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
         "tokens": {"trainer": None, "peer": None, "reader": None, "operator": None},
     }
@@ -254,7 +257,7 @@ def test_keys_that_do_not_exist(tmp_path: Path, table: str) -> None:
     with pytest.raises(UserError, match="is not a key") as refused:
         load(_with(tmp_path, table, "nonesuch", "1"))
     assert refused.value.where == f"{tmp_path}/node.toml: {f'{table}.nonesuch' if table else 'nonesuch'}"
-    assert refused.value.remedy == "docs/use/node.md has every key"
+    assert refused.value.remedy == "docs/use/settings.md has every key"
 
 
 def test_settings_do_not_change_after_they_were_checked(tmp_path: Path) -> None:

@@ -510,7 +510,7 @@ def test_a_manifest_that_is_refused_while_the_job_starts_again_leaves_none(scene
 
 
 def failures(at: Any) -> list[tuple[str, dict[str, Any]]]:
-    return [(event, fields) for event, fields in at.said if event in ("left", "came_back")]
+    return [(event, fields) for event, fields in at.said if event in ("left", "job_recovered")]
 
 
 def test_a_job_that_is_started_again_says_what_the_failure_cost(scene) -> None:
@@ -527,7 +527,7 @@ def test_a_job_that_is_started_again_says_what_the_failure_cost(scene) -> None:
     at.give(again, Manifest(body(), 4))
     at.give(again, Record(4))
     (_, _, (event, fields)) = failures(at)
-    assert event == "came_back" and fields["repeated"] == 1 and fields["iteration"] == 4
+    assert event == "job_recovered" and fields["repeated"] == 1 and fields["iteration"] == 4
     assert fields["detected"] <= fields["restored"] <= fields["resumed"]
 
 

@@ -62,7 +62,7 @@ def test_another_run_is_no_repetition_of_the_one_before(scene: Callable[..., Sce
     at.turn()
     job.run_id = "another"
     at.give(at.follow(job, run=("another", 0, 2)), Record(0))
-    assert at.events("came_back") == []
+    assert at.events("job_recovered") == []
 
 
 def test_a_mirror_that_moves_again_and_again_makes_no_storm_of_joins(scene: Callable[..., Scene]) -> None:

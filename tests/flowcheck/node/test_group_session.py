@@ -404,7 +404,7 @@ def test_a_silent_mirror_is_told_to_every_rank_also_those_that_come_later(scene)
     at.group.leave(other.member)
     assert at.join(1).told[-1] == Notice("no packet has come")
     at.happens(Silent(""))
-    assert at.events("heard") == [{"name": "a", "why": "the mirror brings the job's packets again"}]
+    assert at.events("mirror_back") == [{"name": "a", "why": "the mirror brings the job's packets again"}]
     assert peer.told[-1] == Notice("")
     assert not any(isinstance(message, Notice) for message in at.join(2, ("synth-0", 0, 2)).told)
 

@@ -65,7 +65,7 @@ def start(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
         folder.mkdir()
         with monkeypatch.context() as patch:
             patch.setenv("PYTHONPATH", os.pathsep.join(paths))
-            made.append(NodeProcess(folder, settings(folder, shm, *sources, **protect), began="holding"))
+            made.append(NodeProcess(folder, settings(folder, shm, *sources, **protect), began="holder_ready"))
         return made[-1]
 
     yield one
@@ -97,7 +97,7 @@ def test_it_holds_what_the_source_had(start: Callable[..., NodeProcess], shm: Pa
     (shm / "flowcheck-s--1.replica").unlink()
 
     def back(holder: NodeProcess, *others: str) -> None:
-        api = holder.said("holding")[0]["api"]
+        api = holder.said("holder_ready")[0]["api"]
         got = recover([*others, api], token=TOKEN, seconds=LONGEST)
         assert (got.step, got.source, got.status) == (7, f"{api}, copy", "unverified")
         assert got.model["w"].tolist() == [1.0, 2.0]
@@ -151,7 +151,7 @@ def test_it_ends_in_order(start: Callable[..., NodeProcess]) -> None:
     with HandApi(HandVersion(3)) as api:
         holder = start(api.name, every=3)
         assert holder.wait("copied")["step"] == 3
-        begun = holder.said("holding")[0]
+        begun = holder.said("holder_ready")[0]
         assert (begun["copies"], begun["every"]) == ([api.name], 3)
         key = reader_key(token_bytes(TOKEN))
         host, _, port = begun["api"].rpartition(":")
@@ -186,7 +186,7 @@ def test_a_node_that_is_killed(
     for path in tmp_path.glob("*.replica"):
         path.unlink()
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    got = recover(held.said("holding")[0]["api"], token=TOKEN, seconds=LONGEST)
+    got = recover(held.said("holder_ready")[0]["api"], token=TOKEN, seconds=LONGEST)
     assert (got.step, got.source.rpartition(", ")[2]) == (4, COPY)
     assert {name: tensor_sha256(one) for name, one in got.model.items()} == wanted
     names = list(wanted)
@@ -232,7 +232,7 @@ def test_a_node_that_is_killed_with_a_journal(
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     made = held.wait("redone")
     assert (made["base"], made["step"], made["why"]) == (4, 7, "")
-    got = recover(held.said("holding")[0]["api"], token=TOKEN, seconds=LONGEST)
+    got = recover(held.said("holder_ready")[0]["api"], token=TOKEN, seconds=LONGEST)
     assert (got.step, got.source.rpartition(", ")[2]) == (7, COPY)
     assert {name: tensor_sha256(one) for name, one in got.model.items()} == wanted
     names = list(wanted)
@@ -254,7 +254,7 @@ def test_holders_that_find_each_other(start: Callable[..., NodeProcess], tmp_pat
         until(lambda: source.renew({"members/source": member.text()}) or holder.said("copied"))
         placed = holder.said("placed")[-1]
         assert (placed["copies"], placed["holders"], placed["together"]) == (["source"], ["source"], [])
-        assert holder.said("holding")[0]["registry"] == server.endpoints
+        assert holder.said("holder_ready")[0]["registry"] == server.endpoints
         server.kill()
         holder.wait("unregistered")
         api.versions[:] = [HandVersion(4)]
@@ -276,8 +276,8 @@ def config_of(tmp_path: Path, text: str) -> Path:
         ('[api]\nlisten = "127.0.0.1:0"\n', "", "api", "nobody could have the copies"),
         ('\npeer = "{}/token"', "", "tokens.peer", "nodes that keep copies prove to each other"),
         ('copies = ["127.0.0.1:5"]', "copies = []", "protect.copies", "names nobody"),
-        ('copies = ["127.0.0.1:5"]', 'registry = ["http://h"]', "protect.registry", "is not an endpoint of etcd"),
-        ('copies = ["127.0.0.1:5"]', 'advertise = "h"\nregistry = ["http://h:1"]', "protect.advertise", "HOST:PORT"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["http://h"]', "nodes.registry", "is not an endpoint of etcd"),
+        ('copies = ["127.0.0.1:5"]', 'advertise = "h:"\nregistry = ["http://h:1"]', "protect.advertise", "HOST:PORT"),
         ('copies = ["127.0.0.1:5"]', 'parity = "2+1"', "protect.group", "is missing: the 3 nodes of 2+1, or"),
         ("[protect]", '[protect]\nparity = "2+1"\ngroup = ["h:1"]', "protect.group", "names 1 nodes, and 2+1 are 3"),
         ('copies = ["127.0.0.1:5"]', 'group = ["h:1"]', "protect.parity", "is missing: how many of the group"),
@@ -295,20 +295,20 @@ def config_of(tmp_path: Path, text: str) -> Path:
         ("seconds = 0.05", "mb_per_second = 7", "protect.mb_per_second", "greater than or equal to 8"),
         ('copies = ["127.0.0.1:5"]', 'copies = ["127.0.0.1:5", "h:6"]\nmb_per_second = 15', "protect.mb_per_second",
          "15 for 2 versions that may be pulled at once: 8 for each"),
-        ("seconds = 0.05", "standby = true", "protect.standby", "protect.registry is missing"),
-        ("seconds = 0.05", 'replace = ["a"]', "protect.replace", "protect.registry is missing"),
+        ("seconds = 0.05", "standby = true", "protect.standby", "nodes.registry is missing"),
+        ("seconds = 0.05", 'replace = ["a"]', "protect.replace", "nodes.registry is missing"),
         ("seconds = 0.05", 'journal = {"127.0.0.1:6" = "127.0.0.1:7"}', "protect.journal", "is none of protect.copies"),
         ('copies = ["127.0.0.1:5"]', 'registry = ["https://me:hidden@h:1"]', "protect.registry", "user or a password"),
         ('copies = ["127.0.0.1:5"]', 'registry = ["https://h:1"]\nregistry_user = "me"', "protect.registry_user",
-         "needs protect.registry_password_file"),
-        ('copies = ["127.0.0.1:5"]', 'registry = ["https://h:1"]\nregistry_key = "k"', "protect.registry_cert",
-         "needs protect.registry_key"),
+         "needs nodes.registry_password_file"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["https://h:1"]\nregistry_key = "k"', "protect.registry_key",
+         "needs nodes.registry_cert"),
         ('copies = ["127.0.0.1:5"]', 'registry = ["http://h:1"]\nregistry_cert = "c"\nregistry_key = "k"',
          "protect.registry", "is not encrypted"),
         ('copies = ["127.0.0.1:5"]', 'registry = ["http://h:1"]\nregistry_user = "me"\nregistry_password_file = "p"',
          "protect.registry", "is not encrypted"),
         ("seconds = 0.05", 'registry_user = "me"\nregistry_password_file = "p"', "protect.registry_user",
-         "protect.registry is missing"),
+         "nodes.registry is missing"),
         ('copies = ["127.0.0.1:5"]', 'replace = [""]\nregistry = ["http://h"]', "protect.replace", "names no program"),
     ],
 )

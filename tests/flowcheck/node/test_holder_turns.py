@@ -154,8 +154,8 @@ def test_what_it_says_of_itself(scene: Scene, tmp_path: Path) -> None:
     scene.config = config(tmp_path, "127.0.0.1:5", every=4)
     with scene.holder() as holder:
         holder.announce(lambda event, **fields: scene.said.append((event, fields)))
-    assert scene.said == [("holding", {"api": "127.0.0.1:77", "copies": ["127.0.0.1:5"], "every": 4, "registry": [],
-                                       "parity": None})]
+    assert scene.said == [("holder_ready", {"api": "127.0.0.1:77", "copies": ["127.0.0.1:5"], "every": 4,
+                                            "registry": [], "parity": None})]
     assert Holder.last == "what was copied stays"
 
 
@@ -163,7 +163,7 @@ def test_what_it_says_of_parity_and_a_registry(scene: Scene, tmp_path: Path) -> 
     scene.config = config(tmp_path, parity="2+1", registry=["http://e:1"])
     with scene.holder() as holder:
         holder.announce(lambda event, **fields: scene.said.append((event, fields)))
-    assert scene.said == [("holding", {"api": "127.0.0.1:77", "copies": [], "every": 1, "registry": ["http://e:1"],
+    assert scene.said == [("holder_ready", {"api": "127.0.0.1:77", "copies": [], "every": 1, "registry": ["http://e:1"],
                                        "parity": "2+1"})]
 
 

@@ -24,7 +24,7 @@ class Scene:
             self.ledger.over(number)
 
     def resumed(self) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.said if event == "came_back"]
+        return [fields for event, fields in self.said if event == "job_recovered"]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_the_goodbye_of_another_rank_is_not_the_jobs(scene: Scene) -> None:
     scene.ledger.restarted("run")
     scene.ledger.attached(7)
     scene.over(7)
-    assert [event for event, _ in scene.said] == ["left", "came_back"]
+    assert [event for event, _ in scene.said] == ["left", "job_recovered"]
 
 
 def test_goodbyes_are_forgotten_with_their_start(scene: Scene) -> None:
@@ -108,7 +108,7 @@ def test_goodbyes_are_forgotten_with_their_start(scene: Scene) -> None:
     scene.ledger.restarted("run")
     scene.ledger.attached(8)
     scene.over(8)
-    assert [event for event, _ in scene.said] == ["left", "came_back"]
+    assert [event for event, _ in scene.said] == ["left", "job_recovered"]
 
 
 def test_a_connection_that_comes_back_is_no_failure_and_dates_none(scene: Scene) -> None:
@@ -210,7 +210,7 @@ def test_a_rank_that_goes_again_is_noticed_when_it_went_first(scene: Scene) -> N
     scene.ledger.attached(8)
     scene.over(8)
     assert [one["detected"] for one in scene.resumed()] == [1100.0]
-    assert [event for event, _ in scene.said] == ["left", "left", "came_back"]
+    assert [event for event, _ in scene.said] == ["left", "left", "job_recovered"]
     scene.ledger.back(0)  # it was never away
     scene.ledger.left(1)
     assert scene.said[-1] == ("left", {"rank": 1, "iteration": 8})

@@ -25,8 +25,8 @@ EVERYTHING = (
     times(6), attached("dp1", ranks=2),
     ("written", {"name": "dp0", "step": 20, "path": "p"}), ("gathered", {"name": "dp1", "step": 12, "path": "p"}),
     ("ranges", {"name": "dp0", "iteration": 2, "elements": 2, "bytes": 6, "ranks": [0]}),
-    ("came_back", {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
-                 "repeated": 2}),
+    ("job_recovered", {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
+                       "repeated": 2}),
     ("silent", {"name": "dp0", "why": "w"}),
 )
 
@@ -89,6 +89,8 @@ def test_every_metric_has_a_sample(made: str) -> None:
         ("flowcheck_node_info", {"node": "node-a", "version": "9.9"}, 1),
         ("flowcheck_node_told_timestamp_seconds", {}, START),
         ("flowcheck_events_total", {"event": "iteration", "group": "dp0"}, 1),
+        ("flowcheck_events_total", {"event": "job_recovered", "group": "dp0"}, 1),
+        ("flowcheck_events_total", {"event": "came_back", "group": "dp0"}, 1),  # as earlier releases called it
         ("flowcheck_capture_packets_total", {"device": "af_packet:eth1"}, 1000),
         ("flowcheck_capture_bytes_total", {"device": "af_packet:eth1"}, 4e6),
         ("flowcheck_capture_last_packet_timestamp_seconds", {"device": "af_packet:eth1"}, START - 1),

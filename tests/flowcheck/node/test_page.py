@@ -90,7 +90,7 @@ def test_what_somebody_on_call_looks_at(node: Node) -> None:
     page.wait("document.querySelector('#versions').textContent.includes('none')")
     assert "65 s" in text(page, "#failures") and not page.evaluate("document.querySelector('#failures').hidden")
     events = text(page, "#events")
-    assert events.index("patched") < events.index("stale") < events.index("came_back")  # the newest first
+    assert events.index("patched") < events.index("stale") < events.index("job_recovered")  # the newest first
     assert "until the trainers have sent their own state" in events
     page.wait("document.querySelector('#fresh').textContent.startsWith('live, version')")
     assert page.evaluate("document.title") == "leaf-3: FlowCheck node"

@@ -217,7 +217,7 @@ def test_nonces_end_and_only_used_ones_are_kept() -> None:
     assert len(set(nonces)) == 1000 and not questions._used
     assert asks(nonces[0])[0] == node_key(TOKEN) and isinstance(asks(nonces[0]), str)
     assert asks(nonces[1], "10.0.0.9:1")[0] == node_key(TOKEN)  # what others call it is its own name, too
-    assert "protect.advertise" in asks(nonces[2], "10.0.0.9:1", "other:7071")
+    assert "nodes.advertise" in asks(nonces[2], "10.0.0.9:1", "other:7071")
     at[0] = 31.0
     assert isinstance(asks(nonces[3]), str) and asks(nonce_in(questions.challenge()))[0] == node_key(TOKEN)
     assert len(questions._used) == 1

@@ -68,9 +68,9 @@ ITERATION = {
     ("iteration", ITERATION | {"dropped": {"ring_full": 3, "eth1 no_mbuf": 1}},
      "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, the node itself"
      " dropped ring_full 3 eth1 no_mbuf 1, lag 2"),
-    ("came_back", {"name": "a", "iteration": 6, "detected": 1e9, "restored": 1e9 + 1.5, "resumed": 1e9 + 61,
-                   "seconds": 61, "repeated": 2},
-     "came_back: name a, iteration 6, detected 2001-09-09 01:46:40 UTC, restored 2001-09-09 01:46:41 UTC,"
+    ("job_recovered", {"name": "a", "iteration": 6, "detected": 1e9, "restored": 1e9 + 1.5, "resumed": 1e9 + 61,
+                       "seconds": 61, "repeated": 2},
+     "job_recovered: name a, iteration 6, detected 2001-09-09 01:46:40 UTC, restored 2001-09-09 01:46:41 UTC,"
      " resumed 2001-09-09 01:47:41 UTC, seconds 61, repeated 2"),
     ("iteration", ITERATION | {"updates": "early", "patched": 6, "stale": 2},
      "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
@@ -78,6 +78,14 @@ ITERATION = {
 ])
 def test_lines_for_people(event: str, fields: dict[str, Any], line: str) -> None:
     assert as_text({"event": event, "time": 1.5, "job": "j", **fields}) == line
+
+
+def test_a_name_of_an_earlier_release_is_found_in_the_line(capfd, tmp_path: Path) -> None:
+    status = tmp_path / "status.json"
+    with printed(capfd, path=status) as say:
+        say("group_behind", name="a", shard="b")
+    assert capfd.readouterr().out == f"{STAMP}group_behind: was apart, name a, shard b\n"
+    assert json.loads(status.read_text())["group_behind a"]["was"] == "apart"
 
 
 def test_they_are_what_is_printed(capfd) -> None:
@@ -246,15 +254,15 @@ def test_nobody_waits_for_who_does_not_read_and_what_found_no_room_is_counted(ca
         for number in range(said):
             say("lost", number=number, why=more)
         assert not say.flush(0.0)
-        taken = take(reading, b"unsaid: ")
+        taken = take(reading, b"events_dropped: ")
         taken += b"" if taken.endswith(b"\n") else take(reading, b"\n")
         taken = taken.replace(STAMP.encode(), b"")
         numbers = [int(text.split()[2].rstrip(b",")) for text in taken.splitlines() if text.startswith(b"lost")]
-        (unsaid,) = [text for text in taken.splitlines() if text.startswith(b"unsaid")]
+        (unsaid,) = [text for text in taken.splitlines() if text.startswith(b"events_dropped")]
         assert numbers[:MOST] == list(range(MOST)), "there is room for these, whoever runs when"
         assert numbers == sorted(set(numbers))  # the pipe takes some more, as soon as the thread that prints runs
-        assert unsaid == (f"unsaid: count {said - len(numbers)}, why standard output did not take events as fast as"
-                          " they came").encode()
+        assert unsaid == (f"events_dropped: was unsaid, count {said - len(numbers)}, why standard output did not take"
+                          " events as fast as they came").encode()
         say("stopped")
         assert take(reading, b"\n") == f"{STAMP}stopped\n".encode()
 
@@ -290,7 +298,7 @@ def test_a_disk_that_is_full_tears_no_line_that_comes_after(capfd, monkeypatch) 
             assert say.flush(SECONDS)
     assert capfd.readouterr().out.replace(STAMP, "").splitlines() == [
         "lost: why one", "2023-", "lost: why four",
-        "unsaid: count 2, why standard output did not take events as fast as they came"]
+        "events_dropped: was unsaid, count 2, why standard output did not take events as fast as they came"]
 
 
 # -- a disk that does not answer -------------------------------------------------------------------------------------
@@ -404,18 +412,18 @@ def test_lines_that_were_not_taken_are_said_to_who_counts_with_their_number(capf
             held(say, "one")
             for why in ("two", "three", "four", "five"):
                 say("lost", why=why)
-            take(reading, b"unsaid")
+            take(reading, b"events_dropped")
             assert say.flush(SECONDS)
-    assert heard == [("unsaid", {"count": 2, "why": saying.UNSAID})]
+    assert heard == [("events_dropped", {"count": 2, "why": saying.UNSAID})]
 
 
 def test_of_what_it_says_by_itself_the_last_wait_for_who_counts(capfd) -> None:
     heard: list[int] = []
     with printed(capfd) as say:
         for number in range(saying.MOST_OWN + 3):
-            say._tell("unsaid", count=number)
+            say._tell("events_dropped", count=number)
         say.also(lambda _, fields: heard.append(fields["count"]))
-        say._tell("unsaid", count=99)
+        say._tell("events_dropped", count=99)
     assert heard == [*range(3, saying.MOST_OWN + 3), 99]
 
 

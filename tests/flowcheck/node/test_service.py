@@ -325,7 +325,7 @@ def test_a_mirror_that_delivers_nothing_is_said_to_node_and_trainer_and_is_the_r
     _iteration(run, lan, trainer)  # it is back, and what it did not deliver is why there is no version
     assert node.wait("lost")["why"].startswith("iterations 2 to 4 passed while no packet came")
     assert "iterations 2 to 4 passed" in trainer.expect(Wanted, what=["state"]).why
-    node.wait("heard")
+    node.wait("mirror_back")
     assert trainer.expect(Notice).why == ""
 
 

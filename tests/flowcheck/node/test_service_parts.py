@@ -16,6 +16,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import service
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.nodes import Nodes
 
 from .node_scene import World, put_in
 
@@ -280,7 +281,7 @@ def test_a_core_that_a_check_refuses_is_said_with_its_device(
 
 
 def test_where_it_listens_is_said(world: World) -> None:
-    config = SimpleNamespace(groups=2, token_files={}, tls=None, protect=None)
+    config = SimpleNamespace(groups=2, token_files={}, tls=None, nodes=Nodes())
     node = SimpleNamespace(control=SimpleNamespace(address="c:1"), config=config,
                            api="a:2")
     service.Node.announce(node, world.say)  # type: ignore[arg-type]

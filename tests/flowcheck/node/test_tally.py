@@ -187,7 +187,7 @@ def test_rows_are_bounded_and_those_of_the_start_before_go() -> None:
 
 @pytest.mark.parametrize(
     ("condition", "begins", "ends"),
-    [("silent", "silent", "heard"), ("behind", "behind", "on_time"), ("overload", "overload", "recovered"),
+    [("silent", "silent", "mirror_back"), ("behind", "behind", "on_time"), ("overload", "overload", "recovered"),
      ("stale", "stale", "patched"), ("stale", "begun", "patched"), ("stale", "stale", "state")],
 )
 def test_a_condition_holds_from_one_event_to_another(condition: str, begins: str, ends: str) -> None:
@@ -265,7 +265,7 @@ def test_the_newest_checkpoint() -> None:
 def test_failures_are_summed_and_the_last_ones_kept() -> None:
     event = {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
              "repeated": 2}
-    made = tally(*(("came_back", event | {"iteration": number}) for number in range(20)))
+    made = tally(*(("job_recovered", event | {"iteration": number}) for number in range(20)))
     assert group(made)["failures"] == {"count": 20, "seconds": 70.0, "repeated": 40}
     assert [one["iteration"] for one in group(made)["failed"]] == list(range(4, 20))
 
@@ -292,8 +292,8 @@ def test_a_line_of_the_list_has_its_time_and_neither_name_nor_job() -> None:
 
 
 def test_moments_are_shown_as_people_read_them() -> None:
-    made = tally(("came_back", {"name": "dp0", "iteration": 6, "detected": 1e9, "restored": 1e9 + 2, "resumed": 1e9 + 4,
-                                "seconds": 4.0, "repeated": 0}))
+    made = tally(("job_recovered", {"name": "dp0", "iteration": 6, "detected": 1e9, "restored": 1e9 + 2,
+                                    "resumed": 1e9 + 4, "seconds": 4.0, "repeated": 0}))
     assert "detected 2001-09-09 01:46:40 UTC, restored" in made.document()["events"][0]["text"]
 
 
@@ -366,8 +366,8 @@ def test_what_standard_output_says_by_itself_is_counted_too(capfd: pytest.Captur
     made = Tally("n")
     with Events(False, None) as say:
         made.beside(say)("listening")
-        say._tell("unsaid", count=3, why="w")
-    assert made.document()["counts"] == {"listening": {"": 1}, "unsaid": {"": 1}}
+        say._tell("events_dropped", count=3, why="w")
+    assert made.document()["counts"] == {"listening": {"": 1}, "events_dropped": {"": 1}}
 
 
 def test_groups_are_sorted_by_name() -> None:

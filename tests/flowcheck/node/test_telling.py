@@ -127,7 +127,7 @@ def test_names_and_numbers_alone_have_room(scene: Scene) -> None:
     names = [f"{number:032}" for number in range(MOST_NAMES)]
     for name in names[-MOST_GROUPS:]:
         for _ in range(16):
-            tally.hear("came_back", {"name": name} | failure)
+            tally.hear("job_recovered", {"name": name} | failure)
     for name in names:
         for event in ("copied", "uncopied", "problem", "protected", "unprotected", "redone", "unjournaled"):
             tally.hear(event, {"name": name, "why": "x" * 600})

@@ -288,7 +288,7 @@ def test_nothing_comes_and_something_comes_again(scene) -> None:
     at.turns()
     at.now += 2
     at.turns()
-    assert len(at.events("heard")) == 1 == len(at.events("silent"))
+    assert len(at.events("mirror_back")) == 1 == len(at.events("silent"))
 
 
 def test_a_mirror_that_has_moved_is_joined_where_it_is_now(scene) -> None:

@@ -163,13 +163,13 @@ def test_a_job_is_silent_after_a_minute_and_heard_with_the_next_packet(scene: Ca
     at.engine.flow(0)["packets"] += 1
     at.now += LOOK_SECONDS
     at.turns()
-    assert at.events("heard") == [{"name": "fsdp", "why": "the mirror brings the job's packets again"}]
+    assert at.events("mirror_back") == [{"name": "fsdp", "why": "the mirror brings the job's packets again"}]
     at.now += SILENT_SECONDS - 0.5
     at.turns()
     assert len(at.events("silent")) == 1, "a minute from there on"
     at.now += LOOK_SECONDS
     at.turns()
-    assert len(at.events("silent")) == 2 and len(at.events("heard")) == 1
+    assert len(at.events("silent")) == 2 and len(at.events("mirror_back")) == 1
 
 
 def test_a_port_without_a_name(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:

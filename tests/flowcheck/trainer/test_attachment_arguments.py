@@ -64,6 +64,13 @@ def test_numbers_at_their_bounds_are_taken(good: dict[str, Any]) -> None:
     assert "model: is a Linear" in attach(**good).why
 
 
+def test_an_argument_that_goes_is_obeyed_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    attach()
+    assert "max_stall_s" not in caplog.text
+    attach(max_stall_s=3.0)
+    assert "does not read max_stall_s" in caplog.text
+
+
 def test_the_defaults() -> None:
     attachment = attach()
     assert (attachment.number, attachment.checksum_every, attachment._max_stall) == (0, 100, 10.0)
