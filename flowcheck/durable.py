@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flowcheck.errors import EnvironmentProblem
+from flowcheck.errors import EnvironmentProblem, UserError
 
 __all__ = [
     "adopt", "came_last", "check_writable", "exchange", "fsync_directory", "let_read", "make_directory",
@@ -87,6 +87,12 @@ def reporting(
         ) from None
 
 
+def _check_name(path: Path) -> None:
+    """To other commands "-" is standard output, and a file of that name is what nobody wants."""
+    if path == Path("-"):
+        raise UserError("'-' is not standard output here", where="-", remedy="the name of what is to be written")
+
+
 def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
     """A new file with these bytes, on the disk when this returns. The directory entry is not yet."""
     descriptor = private(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -110,7 +116,9 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it that are missing; each name is durable on return."""
+    """Make a directory and those above it that are missing; each name is durable on return. Raises UserError
+    for "-"."""
+    _check_name(path)
     missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
     for folder in reversed(missing):
         try:
@@ -135,10 +143,12 @@ def check_writable(directory: Path, remedy: str) -> None:
 
 
 def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
-    """Replace or create one file. Raises EnvironmentProblem; the old content then still stands. data: or its pieces.
+    """Replace or create one file. Raises EnvironmentProblem, and UserError for "-"; the old content then still stands.
+    data: or its pieces.
 
     A name that is taken by something else is left alone: renaming over a device would replace it.
     """
+    _check_name(path)
     aside = partial_name(path)
     with reporting(path, aside=aside):
         if path.exists() and not path.is_file():

@@ -38,8 +38,9 @@ from lab.trainer import INSTANTS
 __all__ = ["SETTINGS", "Plan", "Report", "Sample", "Trend", "account", "soak", "trend"]
 
 # Shadow mode as well: what recovery takes has earned it, also after the node was killed.
+SHADOW = 3
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "replica": {"slots": 4}, "capture": {"ring_size": 1 << 15}, "api": {"shadow": 3},
+    "replica": {"slots": 4}, "capture": {"ring_size": 1 << 15}, "api": {"shadow": SHADOW},
 }
 CHUNK = 10  # iterations between two looks at the clock
 BEFORE = 2  # iterations between the last one that was asked for and the one in which a rank dies
@@ -242,6 +243,7 @@ class _Soak:
         run, plan = self._run, self._plan
         run.start_nodes(self._job)
         run.attach(self._job)
+        self._until_offered()  # whoever is killed before that has nothing to go on from
         begin = started = time.monotonic()
         life, killed = 30 * plan.minutes, begin
         while (now := time.monotonic()) < begin + 2 * life:
@@ -279,7 +281,7 @@ class _Soak:
         if len(steps) != 1 or 0 in steps:
             self.report.odd.append(f"ranks went on from steps {sorted(steps)} after iteration {died}")
         step = min(steps)
-        self._until_published()
+        self._until_offered()
         self._repeated(died)
         self.report.kills.append(f"{rank} in {at} of {died}, on from {step}")
         self._say(f"rank {rank} was killed in the {at} of iteration {died}; the job went on from {step}")
@@ -305,7 +307,7 @@ class _Soak:
         run.train(CHUNK)
         run.start_nodes(self._job)
         self._said, self._from = self._said | closed, 0
-        self._until_published()
+        self._until_offered()
         begun = min(said["iteration"] for said in self._iterations() if said["published"])
         self._away.append((first, begun))
         self.report.restarts += 1
@@ -318,15 +320,17 @@ class _Soak:
     def _closed(self) -> set[int]:
         return {said["iteration"] for said in self._iterations()}
 
-    def _until_published(self) -> None:
-        """A version is made of what is trained now. Raises EnvironmentProblem where none is."""
+    def _until_offered(self) -> None:
+        """A version is made of what is trained now, and recovery may take it. Raises EnvironmentProblem: none is."""
         first: int | None = None  # numbers go on from those before a fault, and may not be there yet
-        while not any(said["published"] for said in self._iterations()):
+        while not any(said["published"] and said["matches"] >= SHADOW for said in self._iterations()):
             if self._run.iterations:
                 first = self._last if first is None else first
             if first is not None and self._last > first + MOST:
-                raise EnvironmentProblem(f"no version was published in {MOST} iterations", where="flowcheck lab soak",
-                                         remedy=f"see the logs in {self._run.out}")
+                raise EnvironmentProblem(
+                    f"recovery was offered no version in {MOST} iterations", where="flowcheck lab soak",
+                    remedy=f"see the logs in {self._run.out}",
+                )
             self._run.train(CHUNK)
 
     def _close(self) -> None:

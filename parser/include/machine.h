@@ -198,7 +198,8 @@ typedef struct fc_sent { /* one message on one QP, as the schedule says */
 } fc_sent;
 
 typedef struct fc_cts_table { /* what the receiver of a connection has announced, as one stream sees it */
-    uint64_t index[FC_CTS_SLOTS], address[FC_CTS_SLOTS], time_ns[FC_CTS_SLOTS]; /* index 0: empty, or being written */
+    uint64_t index[FC_CTS_SLOTS], address[FC_CTS_SLOTS], time_ns[FC_CTS_SLOTS]; /* index 0: empty */
+    uint32_t turn[FC_CTS_SLOTS]; /* odd: being written */
     uint32_t tag;   /* who the receiver says the sender is              */
     uint8_t tagged; /* 1: every CTS so far had that tag; 2: they differed */
 } fc_cts_table;

@@ -368,15 +368,17 @@ static int read_cts(fc_machine *M, const fc_roce *p, fc_cts *c)
     return 0;
 }
 
-/* Other threads may read the table meanwhile: whoever has read anything of this announcement sees that the index is not
- * the one before any more. */
+/* Other threads may read the table meanwhile: whoever has read anything of this announcement sees that the turn is not the
+ * one before any more, whichever numbers take turns in this place. */
 static void announce(fc_cts_table *cts, const fc_cts *c, uint64_t now_ns)
 {
     uint64_t at = (c->number - 1) % FC_CTS_SLOTS;
-    __atomic_store_n(&cts->index[at], 0, __ATOMIC_RELAXED);
+    uint32_t turn = cts->turn[at];
+    __atomic_store_n(&cts->turn[at], turn + 1, __ATOMIC_RELAXED);
+    __atomic_store_n(&cts->index[at], c->number, __ATOMIC_RELEASE);
     __atomic_store_n(&cts->address[at], c->address, __ATOMIC_RELEASE);
     __atomic_store_n(&cts->time_ns[at], now_ns, __ATOMIC_RELEASE);
-    __atomic_store_n(&cts->index[at], c->number, __ATOMIC_RELEASE);
+    __atomic_store_n(&cts->turn[at], turn + 2, __ATOMIC_RELEASE);
 }
 
 /* CTS writes (5.4) and ACKs towards the sender of a connection's data. */

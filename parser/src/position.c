@@ -93,11 +93,12 @@ static const fc_cts_table *table_elsewhere(const fc_machine *M, uint32_t stream,
 static void read_elsewhere(const fc_machine *M, const fc_cts_table *from, uint64_t now_ns, fc_cts_table *to)
 {
     for (int i = 0; i < FC_CTS_SLOTS; i++) {
+        uint32_t turn = __atomic_load_n(&from->turn[i], __ATOMIC_ACQUIRE);
         uint64_t index = __atomic_load_n(&from->index[i], __ATOMIC_ACQUIRE);
         uint64_t address = __atomic_load_n(&from->address[i], __ATOMIC_ACQUIRE);
         uint64_t time_ns = __atomic_load_n(&from->time_ns[i], __ATOMIC_ACQUIRE);
         uint64_t apart = time_ns < now_ns ? now_ns - time_ns : time_ns - now_ns;
-        int whole = __atomic_load_n(&from->index[i], __ATOMIC_ACQUIRE) == index;
+        int whole = !(turn & 1) && __atomic_load_n(&from->turn[i], __ATOMIC_ACQUIRE) == turn;
         to->index[i] = whole && apart <= M->outage_ns ? index : 0;
         to->address[i] = address;
     }

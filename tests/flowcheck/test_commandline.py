@@ -68,6 +68,17 @@ def test_a_short_text_without_a_reader() -> None:
     process.stderr.close()
 
 
+@pytest.mark.parametrize("line", [
+    f"replay {CAPTURE} --job {JOB} --out -", f"synth {JOB} --out -", "synth-job --out -",
+    f"synth {JOB} --out x --truth -",
+], ids=lambda line: line.partition(" ")[0] + line[-10:])
+def test_a_dash_is_no_name_to_write_to(line: str, tmp_path: Path) -> None:
+    """To other commands it is standard output. Here it was a file or a folder of that name."""
+    out, errors = started(*line.split(), cwd=tmp_path).communicate(timeout=120)
+    assert out == "" and errors.startswith("flowcheck: error: -: ") and "remedy" in errors
+    assert not (tmp_path / "-").exists()
+
+
 def test_replay_prints_its_report(tmp_path: Path) -> None:
     out, errors = started("replay", CAPTURE, "--job", JOB, "--out", str(tmp_path), "--json").communicate(timeout=120)
     assert json.loads(out) == json.loads((tmp_path / "report.json").read_text()) and errors == ""

@@ -94,13 +94,18 @@ def test_an_embedding_that_two_stages_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_hsdp_goes_on_from_the_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("job", "killed"), [
+    pytest.param(shards("bfloat16", clip=0.1, schedule="cosine", noise=True), 2, id="bf16"),
+    # Linear(64, 1): one of its two shards has no elements, so nothing but its count of steps comes by ranges
+    pytest.param(shards("float32", "mlp", size={"width": 1, "context": 64}), 1, id="a shard without elements"),
+    pytest.param(shards("float32", "mlp", size={"width": 1, "context": 64}), 2, id="the other shard, without any"),
+])
+def test_hsdp_goes_on_from_the_node(tmp_path: Path, job: Training, killed: int) -> None:
     """A rank is killed; all ranks take their shards from the node, into DTensors, and what they compute then is what
     they would have computed."""
     with lab_of(ranks=4, mirrored=((0, 1, 2),)) as fabric, LabRun(fabric, tmp_path, api=True) as run:
-        job = shards("bfloat16", clip=0.1, schedule="cosine", noise=True)
         run.start_nodes(job)
         run.wait_for_nodes(run.attach(job))
-        outcome = lose_a_rank(run, job, Fault(2))
+        outcome = lose_a_rank(run, job, Fault(killed))
         assert outcome.equal, outcome
         assert outcome.step > 3 and {one["step"] for one in run.recovered} <= {outcome.step}

@@ -16,7 +16,7 @@ from flowcheck.errors import EnvironmentProblem
 from lab.jobs import Training
 from lab.network.impair import Impairment
 from lab.run import LabRun
-from lab.soak import MOST, SETTINGS, Meter, Plan, Report, Sample, Trend, _Soak, account, keep, soak, trend
+from lab.soak import MOST, SETTINGS, Meter, Plan, Report, Sample, Trend, account, keep, soak, trend
 
 from .conftest import lab_of
 
@@ -158,35 +158,58 @@ def test_good_is_only_what_had_faults_and_withstood_them() -> None:
     assert any("GROWS" in line for line in Report(trends={"node": Trend(9.0, 1.0, (2, 2), 400)}).lines())
 
 
+class Killed(Exception):
+    """A rank, by the soak."""
+
+
 class Restarted:
-    """A run whose trainers have just gone on from iteration 4695."""
+    """A run whose trainers have just gone on from iteration 4695. The node publishes each iteration from a number on,
+    and of every fifth of them a checksum matches."""
 
-    out = Path("out")
+    node_pids: tuple[int, ...] = ()
 
-    def __init__(self, first_published: int) -> None:
+    def __init__(self, out: Path, first_published: int) -> None:
+        self.out = out
         self.iterations: list[dict[str, int]] = []
         self.events: list[tuple[str, dict[str, object]]] = []
         self.next, self.first_published = 4695, first_published
 
+    def start_nodes(self, job: Training) -> None: ...
+
+    def attach(self, job: Training) -> None: ...
+
     def train(self, iterations: int) -> None:
         for number in range(self.next, self.next + iterations):
             self.iterations.append({"iteration": number})
-            said = {"event": "iteration", "iteration": number, "published": number >= self.first_published}
+            published, matches = number >= self.first_published, max(0, number - self.first_published) // 5
+            said = {"event": "iteration", "iteration": number, "published": published, "matches": matches}
             self.events.append(("node0", said))
         self.next += iterations
 
+    def train_and_die(self, iterations: int, **how: object) -> None:
+        raise Killed
+
 
 @pytest.mark.parametrize("after", [0, 500])
-def test_a_job_that_goes_on_from_a_high_number_has_as_long_as_others(after: int) -> None:
-    run = Restarted(4695 + after)
-    _Soak(run, Training(ranks=3), Plan(), print)._until_published()  # type: ignore[arg-type]
+def test_a_job_that_goes_on_from_a_high_number_has_as_long_as_others(tmp_path: Path, after: int) -> None:
+    run = Restarted(tmp_path, 4695 + after)
+    with pytest.raises(Killed):
+        soak(run, Training(ranks=3), Plan(kill_seconds=0))  # type: ignore[arg-type]
     assert run.events[-1][1]["published"]
 
 
-def test_a_soak_ends_where_no_version_is_made() -> None:
-    run = Restarted(1 << 40)
-    with pytest.raises(EnvironmentProblem, match=f"no version was published in {MOST} iterations"):
-        _Soak(run, Training(ranks=3), Plan(), print)._until_published()  # type: ignore[arg-type]
+def test_a_rank_is_killed_only_where_there_is_something_to_go_on_from(tmp_path: Path) -> None:
+    """However long the node took to join: recovery gets nothing before so many checksums have matched."""
+    run = Restarted(tmp_path, 4695 + 18)
+    with pytest.raises(Killed):
+        soak(run, Training(ranks=3), Plan(kill_seconds=0))  # type: ignore[arg-type]
+    assert run.events[-1][1]["matches"] >= SETTINGS["api"]["shadow"]
+
+
+def test_a_soak_ends_where_no_version_is_made(tmp_path: Path) -> None:
+    run = Restarted(tmp_path, 1 << 40)
+    with pytest.raises(EnvironmentProblem, match=f"in {MOST} iterations"):
+        soak(run, Training(ranks=3), Plan())  # type: ignore[arg-type]
     assert run.next > 4695 + MOST
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -118,6 +119,17 @@ def test_batches_are_real_text_and_everybodys_own() -> None:
     assert torch.equal(inputs, text.batch(0, 5, 1)[0]) and torch.equal(inputs[:, 1:], targets[:, :-1])
     assert not torch.equal(inputs, text.batch(1, 5, 1)[0]) and not torch.equal(inputs, text.batch(0, 5, 2)[0])
     assert bytes(inputs[0].tolist()).decode("utf-8", "ignore").strip()
+
+
+def test_the_text_is_none_that_somebody_edits_while_a_job_runs() -> None:
+    """A rank that is started again has to train on what the others have."""
+    opened: list[str] = []
+    sys.addaudithook(lambda event, what: opened.append(str(what[0])) if event == "open" and listening else None)
+    listening = True
+    Text(Training())
+    listening = False
+    root = Path(__file__).resolve().parents[3]
+    assert opened and not [name for name in opened if root in Path(name).parents and ".venv" not in name]
 
 
 @pytest.mark.parametrize("wrong", [

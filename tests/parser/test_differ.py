@@ -200,3 +200,17 @@ def test_threads_that_place_for_real_find_the_same(protocol: str) -> None:
                 pass
     assert void(engine, 1) == [offset // 8] and engine.covered(1) == CELLS - 1
     assert not engine.complete(1, CELLS) and engine.complete(0, CELLS)
+
+
+def test_differences_of_two_packets_side_by_side_are_each_ones_own() -> None:
+    """The last cell of a packet and the first of the next one lie together."""
+    job, plan, made = traffic("simple")
+    first, second = spots(made, "simple", job.flows[0].qpns[0], 0)[0].packets[1:3]
+    changed = list(made.packets)
+    for at, byte in ((first, -1), (second, 0)):
+        time, frame = changed[at]
+        where = (len(frame) - 4 if byte < 0 else PAYLOAD_AT[opcode(frame)]) + byte
+        changed[at] = time, sealed(frame[:where] + bytes([frame[where] ^ 1]) + frame[where + 1 :])
+    found = fed(plan, (0, made.packets), (1, changed)).differences()
+    assert [(one["psn"], one["bytes"]) for one in found] == [
+        (psn(made.packets[first][1]), 8), (psn(made.packets[second][1]), 8)]

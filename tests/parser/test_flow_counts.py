@@ -99,6 +99,11 @@ def test_a_buffer_is_as_long_as_its_longest_message() -> None:
     assert found["regions"] == [(0x77, 0x1000, 512), (0x77, 0x9000, 4)]
 
 
+def test_buffers_at_one_address_under_two_keys_are_two() -> None:
+    found = flow(only(0, 0x1000, 64), only(1, 0x1000, 128, rkey=0x78))
+    assert found["regions"] == [(0x77, 0x1000, 64), (0x78, 0x1000, 128)]
+
+
 def test_a_message_is_known_by_its_immediate_however_it_is_split() -> None:
     """1,000 bytes over three queue pairs: 384 of them, not 334, in each piece but the last."""
     found = flow(frame(ONLY_IMM, 0, DATA[:384], extra=reth(0, 384) + imm(1000)))["messages"]["immediate"]

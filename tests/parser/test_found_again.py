@@ -90,3 +90,21 @@ def test_what_waits_at_the_old_place_is_given_up() -> None:
     outcomes = engine.outcomes(0)
     assert outcomes["aside"] == (0, 0) and outcomes["unanchored"] == (2, 2 * 1024) and kinds(engine) == []
     assert engine.begun == START + 2
+
+
+def test_what_vouched_at_the_old_place_does_not_stand_before_the_new_one() -> None:
+    """LL and SIMPLE by turns, and a job that begins again far earlier. A packet in the midst of a partial sum says
+    where it is, and no header agrees. Then a SIMPLE message lacks its first packet, and its last vouches for them."""
+    job = example_job(count=[COUNT, COUNT], mtu=1024, startup=False, rebuild=False, seed=8)
+    job.collectives.steady[1].protocol = "simple"
+    plan, qpn = plan_job(job), job.flows[0].qpns[0]
+    old = writes(generate(job, iterations=1, first_iteration=START, seed=8).packets, qpn)
+    earlier = START - 2**23 // len(old) - 2  # more than half a lap
+    new = generate(job, iterations=1, first_iteration=earlier, seed=8).packets
+    partial, _, _, final = messages(new, qpn)
+    engine = Engine(plan.engine)
+    assert run(engine, old, 1) == len(old)
+    run(engine, [new[at] for at in [partial[2], *final[1:]]], 2)
+    outcomes = engine.outcomes(0)
+    assert outcomes["aside"] == outcomes["unanchored"] == (0, 0)
+    assert outcomes["late"][0] == len(final) - 1, "of an iteration before the first: known, and counted as that"

@@ -87,7 +87,8 @@ class Search:
             if self.progress is not None and number % 16 == 0:
                 self.progress(number, len(hypotheses))
             self.failure.where = (
-                f"{h.about or f'{h.ranks} ranks'}, NCCL {h.version}, {h.channels} channels, {h.algorithms[0]}"
+                f"{h.about or f'{h.ranks} ranks'}, NCCL {h.version}, {h.channels} channel{'s' * (h.channels > 1)}, "
+                f"{h.algorithms[0]}"
                 + " first" * (len(h.algorithms) > 1)
             )
             try:
@@ -140,7 +141,7 @@ class Search:
         beside = f". Up to {tried} ranks were tried; more need --nccl-log or a manifest" if several else ""
         said = {
             Stage.NOTHING: "neither a DDP job nor AllReduce calls alone",
-            Stage.GATHERED: "the first calls have the sizes of DDP's start-up; what they say was looked at",
+            Stage.GATHERED: "the first calls have the sizes of DDP's start-up and other contents",
             Stage.SHAPES: "it is a DDP job, by its start-up, and what follows does not fit",
         }[stage]
         return UserError(

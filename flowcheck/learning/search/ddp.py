@@ -46,7 +46,7 @@ MESSAGES_MAX = 64  # of a broadcast of shapes: 2 MiB in LL
 PARAMETERS_MAX = (1 << 24) - 1
 GIVEN = "list the job's calls in a manifest and give that to replay with --job (docs/reference/manifest.md)"
 CAPTURED = f"capture the job's start again, without a snap length and without loss at the mirror; or {GIVEN}"
-OTHER = f"the job is not DDP's, or its start is of another one: {GIVEN}"
+OTHER = f"the job does not begin as PyTorch's DDP does, and what its calls mean is not on the wire: {GIVEN}"
 FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -148,8 +148,8 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         failure.stage = Stage.GATHERED
         found = ", ".join(f"{count:,}" for count in sorted(counts)[:4]) if counts else "none that was captured whole"
         failure.note(
-            "in the AllGather of 8 bytes, where DDP's ranks all say the same number of parameters, 1 to "
-            f"{PARAMETERS_MAX:,}, the ranks say {found}", start.explained, OTHER if counts else CAPTURED,
+            "the AllGather of 8 bytes, in which each rank of DDP says how many parameters there are, has to have one"
+            f" number from 1 to {PARAMETERS_MAX:,}; found: {found}", start.explained, OTHER if counts else CAPTURED,
         )
         return
     parameters = counts.pop()

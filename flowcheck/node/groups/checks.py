@@ -96,5 +96,5 @@ def check_memory(plan: JobPlan, settings: ReplicaSettings) -> None:
         raise UserError(
             f"the job takes {-(-most >> 20)} MiB ({what}, {plan.engine.arenas} iterations of"
             f" {'gradients' if plan.job.optimizer is not None else 'them'})", where="replica.memory_mb",
-            remedy="raise memory_mb, or use fewer slots or arenas",
+            remedy=f"set it to {-(-most >> 20)} or more (it is {settings.memory_mb}), or use fewer slots or arenas",
         )

@@ -23,7 +23,7 @@ __all__ = ["Membership"]
 
 ABSENT_SECONDS = 10.0  # that a rank may come later than the first one
 LOOK_SECONDS = 1.0
-NOTHING = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+NOTHING = Wanted(["manifest", "flows"], "")  # as every start begins: there is no reason that a rank should log
 
 
 class Membership:

@@ -124,7 +124,8 @@ class Rounds:
                 raise FlowcheckError(
                     f"step {key[1]} needs {size_text(length, binary=True)}, and {size_text(taken, binary=True)} of"
                     f" {size_text(self._most, binary=True)} are taken",
-                    where="protect.memory_mb", remedy="raise it, or keep less",
+                    where="protect.memory_mb",
+                    remedy=f"set it to {-(-(taken + length) >> 20)} or more (it is {self._most >> 20}), or keep less",
                 )
             return encode(sources, self._code, path, [self._number])
 

@@ -142,11 +142,11 @@ class Copier:
         """Raises FlowcheckError: there is not so much memory left."""
         taken = self._coming + sum(copy.nbytes for one in self._directory.glob("*") for copy in _copies(one))
         taken += sum(Journal(folder).nbytes for folder in self._directory.glob(f"*/*/epoch-*/{FOLDER}"))
-        if taken + nbytes > self._rules.most:
+        if taken + nbytes > (most := self._rules.most):
             raise FlowcheckError(
                 f"{what} has {size_text(nbytes, binary=True)}, and {size_text(taken, binary=True)} of"
-                f" {size_text(self._rules.most, binary=True)} are taken",
-                where="protect.memory_mb", remedy="raise it, or keep less",
+                f" {size_text(most, binary=True)} are taken", where="protect.memory_mb",
+                remedy=f"set it to {-(-(taken + nbytes) >> 20)} or more (it is {most >> 20}), or keep less",
             )
 
     def close(self, seconds: float = END_SECONDS) -> None:

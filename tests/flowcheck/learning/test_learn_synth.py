@@ -1,5 +1,6 @@
 """Learning against the generator's truth: the same job comes out, or a refusal, never another job."""
 
+import re
 import struct
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.nccl_versions import VERSIONS
 from .oracle import learnt, placement, refusal, same
 
 PCAPS = Path(__file__).resolve().parents[3] / "pcaps"
+LEARNT = ["ring2-ddp.pcap", "ring4-simple.pcapng", "ring4-ll-loss.pcap"]
 MANY = settings(max_examples=40, derandomize=True)
 
 
@@ -83,10 +85,26 @@ def test_with_loss_never_another_job(options: dict, directions: str, loss: float
 
 
 @pytest.mark.usefixtures("eal")
-@pytest.mark.parametrize("name", ["ring2-ddp.pcap", "ring4-simple.pcapng", "ring4-ll-loss.pcap"])
+@pytest.mark.parametrize("name", LEARNT)
 def test_the_captures_of_this_repository_are_their_jobs(name: str) -> None:
     true = load_job(PCAPS / f"{name.split('.')[0]}.job.json")
     same(learn([PCAPS / name], Hints(), []).job, true, 2)
+
+
+@pytest.mark.usefixtures("eal")
+def test_the_capture_that_does_not_say_what_ddp_says_is_refused_with_what_it_says() -> None:
+    with pytest.raises(UserError) as error:
+        learn([PCAPS / "ring2-ll.pcap"], Hints(), [])
+    assert "-1,146,919,195" in error.value.what and "2,034,256,397" in error.value.what
+    assert "--job" in error.value.remedy
+
+
+def test_pages_have_examples_that_can_be_learnt() -> None:
+    """Whoever goes on with `learn` after an example of replay meets no refusal."""
+    root = PCAPS.parent
+    pages = [root / "README.md", *(root / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"pcaps/([\w-]+\.pcap\w*)", page.read_text())}
+    assert named and named <= set(LEARNT)
 
 
 def test_parameters_are_broadcast_in_the_groups_that_torch_makes() -> None:

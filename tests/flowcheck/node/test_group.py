@@ -20,7 +20,7 @@ from flowcheck.node.peers.peer_set import digest_of
 
 from .group_scene import Peer, Scene, scenes, small_job
 
-NOTHING_KNOWN = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+NOTHING_KNOWN = Wanted(["manifest", "flows"], "")
 STATE_WANTED = Wanted(["state"], "the job is known; a state to begin with is not here")
 COME_BACK = Wanted(["state"], "the trainer has come back")
 RUN = ("synth-0", 0, 2)
@@ -476,8 +476,8 @@ def test_a_job_that_does_not_fit_is_refused(scene, job: Job, settings: dict[str,
     at.give(peer, Manifest(job.to_dict()))
     refused(at, peer, (
         "replica.memory_mb: the job takes {} MiB ({} slots of parameters and optimizer state, {} iterations of"
-        " gradients)\n  remedy: raise memory_mb, or use fewer slots or arenas"
-    ).format(*said))
+        " gradients)\n  remedy: set it to {} or more (it is 1), or use fewer slots or arenas"
+    ).format(*said, said[0]))
 
 
 def test_a_job_that_does_not_fit_takes_nothing_from_the_one_that_is_followed(scene) -> None:
@@ -581,8 +581,8 @@ def test_all_ranks_hear_why_their_job_is_refused(scene, monkeypatch: pytest.Monk
     assert zero.told[-1].why == "connections of rank 1 of group 'shard0' (3 of the job) are not here"
     at.give(one, Flows(FLOWS[:1]))
     (why,) = one.ended
-    assert "replica.memory_mb" in why and "raise memory_mb" in why
-    assert "replica.memory_mb" in zero.told[-1].why and "raise memory_mb" in zero.told[-1].why
+    assert "replica.memory_mb" in why and "remedy" in why
+    assert "replica.memory_mb" in zero.told[-1].why and "remedy" in zero.told[-1].why
     at.group.leave(one.member)
     at.turn()
     assert at.events("incomplete") == []

@@ -14,7 +14,7 @@ from .group_scene import Peer
 
 RUN = ("night", 3, 2)
 ANOTHER = ("night", 4, 2)
-NOTHING = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+NOTHING = Wanted(["manifest", "flows"], "")
 
 
 def joined(at: Membership, rank: int, run: tuple[str, int, int] = RUN, instance: str = "") -> Peer:

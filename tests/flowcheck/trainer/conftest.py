@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from flowcheck.trainer import sender as sending
 
@@ -18,6 +19,17 @@ from .training import Training
 def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node made by hand does not end a connection when it has heard the last word, as a real one does."""
     monkeypatch.setattr(sending, "READ_SECONDS", 0.1)
+
+
+CLIPPING = torch.nn.utils.clip_grads_with_norm_
+
+
+@pytest.fixture(autouse=True)
+def torchs_own() -> Iterator[None]:
+    """Torch's functions are the whole process's: a test that leaves an attachment open changes the next one's."""
+    before = torch.nn.utils.clip_grads_with_norm_
+    yield
+    assert torch.nn.utils.clip_grads_with_norm_ is before, "an attachment was not closed"
 
 
 @pytest.fixture

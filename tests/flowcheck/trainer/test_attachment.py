@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flowcheck.control.protocol import Limits
+from flowcheck.node.groups.membership import NOTHING
 from flowcheck.trainer import sender as sending
 
 from ..hand_node import LONGEST, until
@@ -43,6 +44,18 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     attachment.close(LONGEST)
     assert attachment.state == "closed"
     assert attachment.published == (3, "unverified")
+
+
+def test_the_log_says_nothing_of_a_start_that_is_as_every_start(training, hand_node, caplog) -> None:
+    """What a node wants of a job that it does not know yet is no news: it gives no reason."""
+    one = training()
+    peer = connected(one, hand_node)
+    peer.send("wanted", **vars(NOTHING))
+    one.iterate(3)
+    assert (one.attachment.state, one.attachment.why) == ("attaching", "the node has not joined yet")
+    peer.send("joined", iteration=3)
+    until(lambda: one.attachment.state == "attached")
+    assert one.attachment.why == "" and caplog.text == ""
 
 
 def test_a_node_that_is_not_connected_yet_is_waited_for(training, hand_node, script, monkeypatch) -> None:
@@ -330,3 +343,4 @@ def test_close_that_fails_is_no_fault_of_training(training, hand_node, caplog) -
     one.attachment._hooks.append(SimpleNamespace(remove=lambda: 1 / 0))
     one.attachment.close(LONGEST)
     assert one.attachment.state == "closed" and "ZeroDivisionError" in one.attachment.why
+    one.attachment._deafen()  # what it did not come to: torch's functions are those of the tests that follow, too
