@@ -2,7 +2,8 @@
 
 Every .pyx in the folders of PACKAGES is one extension, with the C sources that PACKAGES names. The
 dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk. NCCL's profiler plugin and the
-trainers' checksums are plain shared objects that are not imported; where they cannot be built all else is.
+trainers' checksums are plain shared objects, and their boundaries one that is loaded by its path; where they cannot
+be built all else is.
 FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
 nothing. "trainer" builds no extension either, and leaves out what only nodes and captures use: `make wheel`, for
 training environments. The lab is in place in a checkout and in no installation but one of its own, flowcheck-lab, which
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -86,11 +88,14 @@ def cython_extensions() -> list[Extension]:
     return found
 
 
-# Shared objects without Python in them, and the names of their files: those are no modules'.
+# Shared objects that nobody imports by name, and the names of their files: those are no modules'. Only the last one has
+# Python in it.
 LIBRARIES = {
     "flowcheck.trainer.nccl_profiler": ("nccl_profiler.plugin.so", "NCCL's profiler plugin was not built; without it"
                                         " attach() has to be told the calls of a job on NCCL"),
     "flowcheck.control.sums": ("sums.library.so", "trainers' checksums were not built; torch forms them, and slowly"),
+    "flowcheck.trainer.boundary": (f"boundary.library{sysconfig.get_config_var('EXT_SUFFIX')}", "trainers' boundaries"
+                                   " were not built; Python looks at them, and slowly"),
 }
 
 

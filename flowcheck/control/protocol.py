@@ -120,11 +120,13 @@ class Limits:
 
 
 def frame(message: Any, size: int = 0) -> bytes:
-    """What goes out for a message, but for its payload of so many bytes."""
-    said = vars(message)
-    if isinstance(message, Refused) and not message.final:
-        said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
-    text = _dumps({"type": type(message).__name__.lower(), **said}).encode()
+    """What goes out for a message, but for its payload of so many bytes. message: bytes where it is JSON already."""
+    text = message
+    if not isinstance(message, bytes):
+        said = vars(message)
+        if isinstance(message, Refused) and not message.final:
+            said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
+        text = _dumps({"type": type(message).__name__.lower(), **said}).encode()
     return _HEAD.pack(MAGIC, len(text), size) + text
 
 
@@ -251,10 +253,8 @@ class Link:
             if self._over:
                 return
             self._over = True
-            try:
+            with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass
             if not self._users:
                 self._release()
 

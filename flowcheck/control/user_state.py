@@ -31,13 +31,14 @@ from flowcheck.control.numbers import plain
 from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, TensorSpec, is_shape, pieces, unpack
 from flowcheck.errors import UserError
 
-__all__ = ["USER_BYTES", "Packer", "Refused", "UserState", "pack", "seal_of", "tail_of"]
+__all__ = ["USER_BYTES", "Packer", "Refused", "UserState", "pack", "seal_of", "tail_bytes", "tail_of"]
 
 USER_BYTES = 1 << 20  # of one rank's state, the whole file
 MOST_BITS = 4096  # of a whole number; Python itself reads some thousand digits
 MOST_DEEP = 32  # containers in containers
 FORM = "user/1"
 _OPENS = b'{"__metadata__":{"sha256":"'  # what every header begins with; the hash follows
+_BEGINS = f'{_OPENS.decode()}{"0" * 64}","flowcheck":"'
 _HASH = slice(8 + len(_OPENS), 8 + len(_OPENS) + 64)
 _Held = dict[str, torch.Tensor | bytes]  # by name in the file; bytes are a tensor of one dimension there
 _PLAIN = {bool, str, type(None)}
@@ -86,74 +87,131 @@ def pack(state: Any, *, step: int, rank: int, ranks: int, most: int = USER_BYTES
     return Packer().pack(state, step=step, rank=rank, ranks=ranks, most=most)
 
 
+@dataclass(frozen=True)
+class _Written:
+    """What of a file is the same as long as `fixed` are the same objects. texts: of these, as the header has them.
+    tensors: of the header, behind what it says of the file. data: what follows it."""
+
+    about: tuple[int, int]
+    fixed: Mapping[str, Any]
+    texts: Mapping[str, str]
+    tensors: str
+    data: bytes
+
+
 class Packer:
-    """What a rank gives at each boundary, most of which is as it was: what has not changed is not written as JSON
-    again. One thread."""
+    """What a rank gives at each boundary, most of which is as it was: what has not changed is not written again. One
+    thread."""
 
     def __init__(self) -> None:
         self._texts: dict[str, tuple[bytes, str]] = {}  # by key: a value as marshal writes it, and as JSON
-        self._about: tuple[Any, ...] = ()  # of the file below: its marks, and what else it has beside the step
-        self._file = b"", b""  # before the step, and after it
+        self._written: _Written | None = None
+        self._last = b"", 0  # a file without its hash, and its step
+        self._again: tuple[bytes, bytes, Any] | None = None  # of that: before the step, after it, and the former's hash
 
     def pack(
-        self, state: Any, *, step: int, rank: int, ranks: int, most: int = USER_BYTES, exact: Collection[str] = ()
+        self, state: Any, *, step: int, rank: int, ranks: int, most: int = USER_BYTES, fixed: Collection[str] = ()
     ) -> bytes:
-        """As the function. exact: keys whose values have bytes, but nothing else that is not plain."""
-        plain = type(state) is dict and all(type(key) is str for key in state)
-        marks = [(key, _mark(value)) for key, value in state.items()] if plain else []
-        about = (marks, len(str(step)), rank, ranks, most)
-        if not plain or about != self._about:
-            self._about = ()
-            data, repeats = self._written(state, dict(marks), step, rank, ranks, most, exact)
-            if not repeats:
-                return _sealed(data)
-            said = f'"step":"{step}"'.encode()
-            before, _, after = data.partition(said)  # the header has no other: quotes in the tree are escaped
-            self._about, self._file = about, (before + b'"step":"', b'"' + after)
-        return _sealed(str(step).encode().join(self._file))
+        """As the function. fixed: keys whose values nobody writes to, so that the same object is the same value."""
+        keys = type(state) is dict and all(type(key) is str for key in state)
+        data = self._with_what_is_fixed(state, step, rank, ranks) if keys else None
+        if data is None:
+            data = self._whole(state, keys, step, rank, ranks, most, fixed)
+        elif len(data) > most:
+            raise _too_large(len(data), most)
+        self._last = data, step
+        self._again = None
+        seal = hashlib.sha256(data).hexdigest().encode()
+        return b"".join((data[: _HASH.start], seal, data[_HASH.stop :]))
 
-    def _written(
-        self, state: Any, marks: Mapping[str, bytes], step: int, rank: int, ranks: int, most: int,
-        exact: Collection[str],
-    ) -> tuple[bytes, bool]:
-        """The file without its hash. May it be taken again while all marks are the same?"""
+    def again(self, step: int) -> bytes | None:
+        """The file that was packed last, of another step; None: it has to be packed."""
+        data, packed = self._last
+        said = str(step).encode()
+        if not data or len(said) != len(str(packed)):
+            return None
+        if self._again is None:
+            before, mark, after = data.partition(f'"step":"{packed}'.encode())  # once: quotes in the tree are escaped
+            begins = before + mark[: -len(said)]
+            self._again = begins, after, hashlib.sha256(begins)
+        begins, after, so_far = self._again
+        hashed = so_far.copy()
+        hashed.update(said)
+        hashed.update(after)
+        seal = hashed.hexdigest().encode()
+        return b"".join((begins[: _HASH.start], seal, begins[_HASH.stop :], said, after))
+
+    def _with_what_is_fixed(self, state: Mapping[str, Any], step: int, rank: int, ranks: int) -> bytes | None:
+        """The file without its hash; None: it has to be written as a whole."""
+        known = self._written
+        if known is None or known.about != (rank, ranks) or not known.fixed.keys() <= state.keys():
+            return None
+        texts, held = [], _Held()
+        for key, value in state.items():
+            if key not in known.fixed:
+                texts.append(_in_header(key, self._text(key, value, held)))
+            elif value is known.fixed[key]:
+                texts.append(known.texts[key])
+            else:
+                return None
+        if held:
+            return None
+        tree = f'{{\\"dict\\":[{",".join(texts)}]}}'
+        text = (f'{_BEGINS}{FORM}","format":"pt","step":"{step}","rank":"{rank}","ranks":"{ranks}","tree":"{tree}"}}'
+                f'{known.tensors}').encode()
+        text += b" " * (-len(text) % 8)
+        return b"".join((len(text).to_bytes(8, "little"), text, known.data))
+
+    def _whole(
+        self, state: Any, keys: bool, step: int, rank: int, ranks: int, most: int, fixed: Collection[str]
+    ) -> bytes:
+        """The file without its hash."""
         held: _Held = {}
-        repeats = bool(marks)
-        if marks:
-            parts = []
+        texts, others = dict[str, str](), 0  # of others than `fixed`: what they hold
+        if keys:
             for key, value in state.items():
-                text, same = self._text(key, value, marks[key], held, key in exact)
-                parts.append(f"[{_dumps(key)},{text}]")
-                repeats &= same
-            tree = f'{{"dict":[{",".join(parts)}]}}'
+                before = len(held)
+                texts[key] = self._text(key, value, held)
+                others += len(held) - before if key not in fixed else 0
+            tree = f'{{"dict":[{",".join(f"[{_dumps(key)},{text}]" for key, text in texts.items())}]}}'
         else:
             tree = _dumps(_tree(state, held, "", 0))
         nbytes = sum(len(one) if isinstance(one, bytes) else one.nbytes for one in held.values())
         if nbytes > most:  # before anything is copied
             raise _too_large(nbytes, most)
+        entries, pieces = _pieces(held)
         about = {"sha256": "0" * 64, "flowcheck": FORM, "format": "pt", "step": str(step), "rank": str(rank),
                  "ranks": str(ranks), "tree": tree}
-        data = b"".join(_pieces(about, held))
-        if len(data) > most:
-            raise _too_large(len(data), most)
-        return data, repeats
+        text = _dumps({"__metadata__": about, **entries}).encode()
+        text += b" " * (-len(text) % 8)
+        data = b"".join(pieces)
+        if 8 + len(text) + len(data) > most:
+            raise _too_large(8 + len(text) + len(data), most)
+        kept = {key: state[key] for key in fixed if keys and key in state}
+        self._written = None if others or not kept or any(isinstance(one, torch.Tensor) for one in held.values()) else (
+            _Written((rank, ranks), kept, {key: _in_header(key, texts[key]) for key in kept},
+                     "," + _dumps(entries)[1:] if entries else "}", data))
+        return b"".join((len(text).to_bytes(8, "little"), text, data))
 
-    def _text(self, key: str, value: Any, mark: bytes, held: _Held, exact: bool) -> tuple[str, bool]:
-        """A value as JSON, and whether its mark says all of it. marshal tells apart what JSON does, 1 from True and 0.0
-        from -0.0, too; but what is not plain it writes as bytes, or not at all."""
-        known = self._texts.get(key)
+    def _text(self, key: str, value: Any, held: _Held) -> str:
+        """A value as JSON. marshal tells apart what JSON does, 1 from True and 0.0 from -0.0, too; but what is not
+        plain it writes as bytes, or not at all."""
+        known, mark = self._texts.get(key), _mark(value)
         if known is not None and mark and known[0] == mark:
-            return known[1], True
+            return known[1]
         before, others = len(held), _Held()
         text = _dumps(_tree(value, held, f"[{key!r}]", 1))
-        if exact:
-            return text, bool(mark)
-        if b"s" in mark:  # bytes among them, perhaps
-            _tree(marshal.loads(mark), others, "", 1)
-        same = bool(mark) and len(held) == before and not others
-        if same:
-            self._texts[key] = mark, text
-        return text, same
+        if mark and len(held) == before:
+            if b"s" in mark:  # bytes among them, perhaps
+                _tree(marshal.loads(mark), others, "", 1)
+            if not others:
+                self._texts[key] = mark, text
+        return text
+
+
+def _in_header(key: str, text: str) -> str:
+    """A pair of the tree, which is a text within the header."""
+    return _dumps(f"[{_dumps(key)},{text}]")[1:-1]
 
 
 def _mark(value: Any) -> bytes:
@@ -164,13 +222,9 @@ def _mark(value: Any) -> bytes:
         return b""
 
 
-def _sealed(data: bytes) -> bytes:
-    return b"".join((data[: _HASH.start], hashlib.sha256(data).hexdigest().encode(), data[_HASH.stop :]))
-
-
-def _pieces(about: Mapping[str, str], held: _Held) -> list[bytes]:
-    """A safetensors file, piece by piece; the widest elements come first, as in `tensors.header`."""
-    entries: dict[str, Any] = {"__metadata__": about}
+def _pieces(held: _Held) -> tuple[dict[str, Any], list[bytes]]:
+    """Of a safetensors file: what its header says of these, and they; the widest first, as in `tensors.header`."""
+    entries: dict[str, Any] = {}
     data: list[bytes] = []
     end = 0
     for name in sorted(held, key=lambda name: -_width(held[name])):
@@ -182,9 +236,7 @@ def _pieces(about: Mapping[str, str], held: _Held) -> list[bytes]:
         start, end = end, end + len(written)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         data.append(written)
-    text = _dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little"), text, *data]
+    return entries, data
 
 
 def _width(one: torch.Tensor | bytes) -> int:
@@ -200,7 +252,12 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def tail_of(data: bytes) -> bytes:
     """What of a file follows its header: all tensors and bytes of the state, as they are."""
-    return data[8 + int.from_bytes(data[:8], "little") :]
+    return data[len(data) - tail_bytes(data) :]
+
+
+def tail_bytes(data: bytes) -> int:
+    """How many these are."""
+    return max(0, len(data) - 8 - int.from_bytes(data[:8], "little"))
 
 
 def seal_of(data: bytes | bytearray, where: str) -> str:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import ssl
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -44,8 +43,8 @@ from flowcheck.trainer.describe.description import Model, check_gradients
 from flowcheck.trainer.describe.megatron import torch_optimizer
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.describe.wrapped import parts_of
-from flowcheck.trainer.following import STATES, Following, Over, serve
-from flowcheck.trainer.loop import AttachmentState, Given, Told
+from flowcheck.trainer.following import STATES, Following, serve
+from flowcheck.trainer.loop import AttachmentState, Given, Over, Told
 from flowcheck.trainer.nccl.sources import Collectives, Topology
 from flowcheck.trainer.sender import Sender
 from flowcheck.trainer.settings import address_of, context_of, nodes_of, stall_of, tokens_of
@@ -144,7 +143,6 @@ class Attachment(Told):
             self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say,
                                          partial(self._reduced, len(self._parts))))
         self._describe()
-        self._keeper.extra = self._extra
         self._hooks = [self._optimizer.register_step_pre_hook(self._before_step),
                        self._optimizer.register_step_post_hook(self._after_step)]
 
@@ -157,6 +155,7 @@ class Attachment(Told):
         )
         gradients = ([one for one in each.part.gradients() if id(one) in self._described.names] for each in self._parts)
         constants = [value for one in self._parts for value in one.constants()]
+        self._keeper.extra = self._extra if any(one.extra for one in described) else None
         self._deafen()
         modules = (module for one in self._parts for module in one.part.module.modules())
         self._listen(Changes(self._optimizer, gradients, constants, self._described.names), modules)
@@ -253,11 +252,12 @@ class Attachment(Told):
                             where=f"iteration {self.number}", remedy="parameters in float32 and autocast")
         after = Clock().after(self.number)
         checked = self._cadence.due(after)
-        kept = cache(partial(self._keeper.give, user, after, *self._world, self._say))
+        kept = partial(self._keeper.give, user, after, *self._world, self._say)
         looks, self._registered = checked or self._registered or self.number % LOOK_EVERY == 0, False
         if not renewed and looks and (odd := next(filter(None, (one.odd_entries() for one in self._parts)), "")):
             renewed = self._renewed(odd)
-        it = Over(self.number, clip, scale, bool(skipped), checked, kept, self._world[0], stood, renewed)
+        it = Over(self.number, clip, scale, bool(skipped), checked, kept if len(self._parts) < 2 else cache(kept),
+                  self._world[0], stood, renewed)
         begin = time.monotonic()
         for number, one in enumerate(self._parts):
             one.over(it)
@@ -273,7 +273,7 @@ class Attachment(Told):
         """What was changed besides what an iteration does and is no reason to end, "": nothing. told: the script says
         what its gradients were multiplied with. Raises UserError for what ends the attachment."""
         assert self._changes is not None
-        change = self._changes.over(stepped)
+        change, self._keeper.trained = self._changes.over(stepped), self._changes.trained
         if change is None or (told and change.gradients):
             return ""
         where, known = f"iteration {self.number}", any(one.job is not None for one in self._parts)
@@ -304,8 +304,8 @@ class Attachment(Told):
         before, after = self._hooks
         for hooks, hook, last in ((self._optimizer._optimizer_step_pre_hooks, before, True),
                                   (self._optimizer._optimizer_step_post_hooks, after, False)):
-            if len(hooks) > 1 and hook.id in hooks:
-                cast("OrderedDict[int, Any]", hooks).move_to_end(hook.id, last=last)
+            if len(hooks) > 1 and hook.id in hooks and next(reversed(hooks) if last else iter(hooks)) != hook.id:
+                cast(Any, hooks).move_to_end(hook.id, last=last)
 
     def close(self, seconds: float = 5.0) -> None:
         """Send the records of the last iterations and say goodbye. Returns when the nodes have read that, which is

@@ -27,17 +27,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import chain, cycle
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+
+from flowcheck.trainer.boundary import places_of
+from flowcheck.trainer.looks import MOVED, OTHERS, WRITTEN, look, looks_at
+from flowcheck.trainer.unchanged import Unchanged
 
 __all__ = ["WINDOW", "Change", "Changes", "Rule"]
 
 WINDOW = 8  # parameters whose memory and optimizer state are looked at in one iteration
-_version, _gradient, _shard = attrgetter("_version"), attrgetter("grad"), attrgetter("_local_tensor")
 FLAGS = ("fused", "foreach", "capturable", "differentiable", "maximize", "amsgrad", "nesterov",
          "decoupled_weight_decay")
 
@@ -60,43 +61,46 @@ class Change:
 
 @dataclass
 class _Gradients:
-    """Of one part. held: as the last backward pass left them, until the step. whole: that pass reduced them."""
+    """Of one part. held: as the last backward pass left them, until the step. there: each parameter had one. whole:
+    that pass reduced them."""
 
-    parameters: Sequence[torch.Tensor]
+    parameters: list[torch.Tensor]
     held: list[Any] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    versions: bytes = b""
+    there: bool = False
     whole: bool = False
     expected: bool = False  # each iteration has such a pass, and it is heard
 
 
+_ODD = {
+    MOVED: "a parameter lies in other memory than the optimizer's last step left it in",
+    OTHERS: "the optimizer's state of a parameter is another object, or has other keys",
+    WRITTEN: "the optimizer's state was written to outside of optimizer.step()",
+}
+
+
 class _Window:
-    """What some parameters and their state in the optimizer were right after a step."""
+    """What WINDOW parameters and their state in the optimizer were after the last step; others after the next one."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
-        self._optimizer, self._parameters = optimizer, parameters
-        self._places = _places(parameters)
-        get: Any = optimizer.state.get
-        self._entries = [(one, entry, tuple(entry.values())) for one in parameters if (entry := get(one))]
-        self._tensors = [value for _, _, values in self._entries for value in values if isinstance(value, torch.Tensor)]
-        self._versions = _versions(self._tensors)
+    def __init__(self, looks: Any, state: Any, parameters: Sequence[torch.Tensor]) -> None:
+        self._looks, self._state = looks, state
+        all_of_them = [parameters[at : at + WINDOW] for at in range(0, len(parameters), WINDOW)] or [[]]
+        self._turns = cycle([(one, places_of(one)) for one in all_of_them])
+        self.turn()
 
-    def odd(self) -> str:
-        """What is otherwise now, "": nothing."""
-        if _places(self._parameters) != self._places:
-            return "a parameter lies in other memory than the optimizer's last step left it in"
-        get: Any = self._optimizer.state.get
-        for one, entry, values in self._entries:
-            if get(one) is not entry or len(entry) != len(values) or not all(map(is_, entry.values(), values)):
-                return "the optimizer's state of a parameter is another object, or has other keys"
-        if _versions(self._tensors) != self._versions:
-            return "the optimizer's state was written to outside of optimizer.step()"
-        return ""
+    def turn(self) -> None:
+        parameters, places = next(self._turns)
+        self._now = parameters, places, *self._looks.window(self._state, parameters, places)
+
+    def odd(self) -> int:
+        return int(self._looks.same_window(self._state, *self._now))
 
 
 class Changes:
     """optimizer: that steps. gradients: of each part of this rank the parameters whose gradients the optimizer finds as
     the wire carried them. constants: parameters that nobody steps. names: by a parameter's id, for messages.
-    complete: when gradients were compared last, each parameter of the optimizer had the one that was reduced."""
+    complete: when gradients were compared last, each parameter of the optimizer had the one that was reduced. trained:
+    a byte of each parameter at the last boundary: an optimizer that has it steps it; None: not known."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, gradients: Iterable[Sequence[torch.Tensor]],
@@ -105,7 +109,6 @@ class Changes:
         self._optimizer, self._constants, self._names = optimizer, list(constants), names
         self._gradients = [_Gradients(list(one)) for one in gradients]
         self._moves: dict[tuple[Any, ...], int] = {}  # by options: how far one step moves the parameters' versions
-        self._at = 0  # first parameter of the next window
         self.begin()
 
     def begin(self) -> None:
@@ -116,23 +119,27 @@ class Changes:
         self._groups, self._state, self._entries = optimizer.param_groups, optimizer.state, len(optimizer.state)
         self._members = [list(group["params"]) for group in optimizer.param_groups]
         self._flags = list(map(_flags, optimizer.param_groups))
-        self._parameters = list(chain.from_iterable(self._members))
-        self._shards = [one for one in self._parameters if isinstance(one, DTensor)]
-        self._turn_window()
-        self._versions, self._kept = self._written(), _versions(self._constants)
+        self._options = Unchanged()  # what is said of them: their move, None: not known yet; are the flags as before
+        parameters = list(chain.from_iterable(self._members))
+        self._looks = looks_at([*parameters, *chain.from_iterable(one.parameters for one in self._gradients),
+                                *self._constants])
+        self._window = _Window(self._looks, self._state, parameters)
+        self._versions, self._kept = self._written(), self._looks.versions(self._constants)
         self._drop()
         heard = {id(one) for each in self._gradients for one in each.parameters}
-        self._all_heard = heard == set(map(id, self._parameters))
+        self._all_heard = heard == set(map(id, parameters))
         self.complete = False
+        self.trained: bytes | None = None
 
     def _written(self) -> int:
         """How often all parameters together were written to."""
-        return sum(map(_version, self._parameters)) + sum(map(_version, map(_shard, self._shards)))
+        written, _ = self._looks.look([{"params": one} for one in self._members], self._members)
+        return int(written)
 
     def _drop(self) -> None:
         """A gradient that is held takes memory."""
         for one in self._gradients:
-            one.held, one.versions, one.whole = [], [], False
+            one.held, one.versions, one.whole = [], b"", False
 
     def _find(self, what: str, rule: Rule = Rule.RENEWED, *, gradients: bool = False) -> None:
         if self._found is None or (rule is Rule.REFUSED and self._found.rule is Rule.RENEWED):
@@ -146,8 +153,8 @@ class Changes:
         if one.whole and not whole:
             self._find("a backward pass without a reduction (no_sync) came after the one that reduced gradients",
                        Rule.REFUSED)
-        one.held, one.whole = list(map(_gradient, one.parameters)), whole
-        one.versions = _versions(one.held)
+        one.held, one.versions, one.there = self._looks.gradients(one.parameters)
+        one.whole = whole
 
     def compare(self) -> None:
         """Are gradients as they were left by the last backward pass, and by what is known?"""
@@ -156,22 +163,26 @@ class Changes:
             if not one.held:  # no backward pass was seen since the last step
                 self.complete &= not one.parameters
                 continue
-            now = list(map(_gradient, one.parameters))
-            if all(map(is_, now, one.held)):
-                versions = _versions(now)
-                odd = [a != b for a, b in zip(versions, one.versions, strict=True)] if versions != one.versions else []
-            else:
-                odd = [a is not b for a, b in zip(now, one.held, strict=True)]
-            self.complete &= not odd and -1 not in one.versions
-            if odd:
-                first = self._names.get(id(one.parameters[odd.index(True) % len(one.parameters)]), "one")
-                self._find(f"gradients ({first} first) were changed between their reduction and the optimizer's step",
-                           Rule.REFUSED, gradients=True)
+            if self._looks.same_gradients(one.parameters, one.held, one.versions):
+                self.complete &= one.there
+                continue
+            self.complete = False
+            first = self._names.get(id(one.parameters[self._first_odd(one)]), "one")
+            self._find(f"gradients ({first} first) were changed between their reduction and the optimizer's step",
+                       Rule.REFUSED, gradients=True)
+
+    def _first_odd(self, one: _Gradients) -> int:
+        """Another object first, or else one that was written to."""
+        now, versions, _ = self._looks.gradients(one.parameters)
+        odd = [a is not b for a, b in zip(now, one.held, strict=True)]
+        if not any(odd):
+            odd = [a != b for a, b in zip(*(memoryview(of).cast("q") for of in (versions, one.versions)), strict=True)]
+        return odd.index(True) % len(one.parameters)
 
     def altered(self) -> None:
         """Gradients were changed by something that is known; `compare` came right before that."""
         for one in self._gradients:
-            one.versions = _versions(one.held)
+            one.versions = self._looks.versions(one.held)
 
     # -- the step --
 
@@ -182,48 +193,54 @@ class Changes:
     def ready(self) -> None:
         """Right before the update, with the gradients that it takes."""
         self.compare()
-        if any(one.expected and not one.held for one in self._gradients):
+        if not self.complete and any(one.expected and not one.held for one in self._gradients):
             self._find("the optimizer stepped with gradients that no backward pass of this iteration has reduced: is"
                        " attachment.step() called before optimizer.step()?", Rule.REFUSED)
         self._look_through_window()
-        self._before = self._written() if self._options() not in self._moves else None
+        self._before = self._written() if self._said()[0] is None else None
 
     def stepped(self) -> None:
         """Right after the update."""
         if self._before is not None:
-            self._moves[self._options()] = self._written() - self._before
-            self._before = None
+            self._moves[self._deciding()] = self._written() - self._before
+            self._before, self._options = None, Unchanged()
         self._drop()
-        self._turn_window()
+        self._window.turn()
 
-    def _turn_window(self) -> None:
-        self._window = _Window(self._optimizer, self._parameters[self._at : self._at + WINDOW])
-        self._at = self._at + WINDOW if self._at + WINDOW < len(self._parameters) else 0
+    def _look_through_window(self) -> None:
+        if self._optimizer.state is self._state and (odd := self._window.odd()):
+            self._find(_ODD[odd])
 
-    def _options(self) -> tuple[Any, ...]:
+    def _said(self) -> tuple[int | None, bool]:
+        """Of the options that there are: how far a step moves the parameters' versions, None: not known yet; and are
+        all flags as they were."""
+        said: tuple[int | None, bool] = self._options.of(self._optimizer.param_groups, self._of_options)
+        return said
+
+    def _of_options(self) -> tuple[int | None, bool]:
+        return self._moves.get(self._deciding()), list(map(_flags, self._optimizer.param_groups)) == self._flags
+
+    def _deciding(self) -> tuple[Any, ...]:
         """What decides how often a step writes to a parameter."""
         return tuple(
             (bool(group.get("weight_decay")), bool(group.get("momentum")), len(group["params"]), *_flags(group))
             for group in self._optimizer.param_groups
         )
 
-    def _look_through_window(self) -> None:
-        if odd := self._window.odd():
-            self._find(odd)
-
     # -- the boundary --
 
     def over(self, steps: int) -> Change | None:
         """steps: of the optimizer since the last boundary, as its hooks were called. A change is said once; then
         `begin` has to be called before the next iteration, or what follows from it is found again."""
-        self._look_at_groups()
+        said = self._said()
+        written = self._look_at_groups(said[1])
         if self._found is None:
             self._look_through_window()
-        written, due = self._written(), self._versions + steps * self._moves.get(self._options(), 0)
+        due = self._versions + steps * (said[0] or 0)
         if self._found is None and written != due:
             self._find("parameters were written to outside of optimizer.step()" if steps else
                        "parameters were written to, and optimizer.step() was not heard")
-        if self._found is None and _versions(self._constants) != self._kept:
+        if self._found is None and self._constants and self._looks.versions(self._constants) != self._kept:
             self._find("parameters that no optimizer steps were written to (an average of weights is followed as a"
                        " registered buffer)")
         self._versions, self._entries = written, len(self._state)
@@ -231,38 +248,28 @@ class Changes:
         found, self._found = self._found, None
         return found
 
-    def _look_at_groups(self) -> None:
+    def _look_at_groups(self, same: bool) -> int:
+        """How often all parameters together were written to. same: are all flags as they were."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
+        looked = self._looks.look(groups, self._members) or look(groups, self._members)
         if groups is not self._groups or state is not self._state:
             self._find("the optimizer's groups or its state are other objects (load_state_dict)")
-        elif len(groups) != len(self._members) or not all(map(_same_members, groups, self._members)):
+        elif looked is None:
             self._find("the optimizer's groups have other parameters than before")
-        elif (flags := list(map(_flags, groups))) != self._flags:
+        elif not same:
+            flags = list(map(_flags, groups))
             name, now = next((name, now) for one, other in zip(flags, self._flags, strict=True)
                              for name, now, before in zip(FLAGS, one, other, strict=True) if now != before)
             self._find(f"the optimizer's option {name} is {now!r} now")
         elif len(state) < self._entries:
             self._find("entries of the optimizer's state were taken away")
+        if looked is None:
+            self.trained = None
+            return self._written()
+        self.trained = looked[1]
+        return int(looked[0])
 
 
 def _flags(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(map(group.get, FLAGS))
 
-
-def _same_members(group: Mapping[str, Any], before: Sequence[torch.Tensor]) -> bool:
-    return len(group["params"]) == len(before) and all(map(is_, group["params"], before))
-
-
-def _versions(tensors: Sequence[Any]) -> list[int]:
-    """How often each was written to, -1 of None; of shards both the whole's count and the shard's."""
-    try:
-        found = list(map(_version, tensors))
-    except AttributeError:
-        return [-1 if one is None else one._version for one in tensors]
-    if tensors and isinstance(tensors[0], DTensor):
-        found += [one._local_tensor._version for one in tensors if isinstance(one, DTensor)]
-    return found
-
-
-def _places(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [(one._local_tensor if isinstance(one, DTensor) else one).data_ptr() for one in tensors]

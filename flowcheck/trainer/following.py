@@ -17,7 +17,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,34 +30,19 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.trainer.describe.description import Model, Watch, entries, group_options
 from flowcheck.trainer.describe.parts import Part, local
-from flowcheck.trainer.loop import AttachmentState
+from flowcheck.trainer.framed import Frames
+from flowcheck.trainer.loop import AttachmentState, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.ranges import Source, Wish
 from flowcheck.trainer.sample import Sampler, Taken, states
-from flowcheck.trainer.sender import Identity, Sender
-from flowcheck.trainer.starts import started
-from flowcheck.trainer.unchanged import Unchanged, options_of
+from flowcheck.trainer.sender import Sender
+from flowcheck.trainer.starts import Identity, started
 
-__all__ = ["Following", "Over", "serve"]
+__all__ = ["Following", "serve"]
 
 STATES = [*AttachmentState]
 BLANKS = 3
 PATIENCE = 10  # iterations of a job that is not known, until that is said
-
-
-@dataclass(frozen=True)
-class Over:
-    """An iteration that is over. kept: what this rank gives of itself, made when it is first asked for."""
-
-    number: int
-    clip: float | None
-    scale: float | None
-    skipped: bool
-    checked: bool  # checksums are due
-    kept: Callable[[], bytes | None]
-    rank: int  # of the whole job
-    stepped: bool  # the optimizer did, or the script or its scaler said that it did not
-    renewed: str  # what was changed besides, "": nothing; no version follows from the one before
 
 
 def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
@@ -101,7 +85,7 @@ class Following:
         self._first = 0
         self._flows: list[dict[str, Any]] | None = None
         self._groups: list[dict[str, Any]] | None = None  # of the last step
-        self._used = Unchanged()
+        self._frames = Frames()
         self._stepped_with: list[dict[str, Any]] | None = None  # of the step before the boundary
         self._meeting = False  # the job has just become known
         self.unsaid = ""
@@ -180,7 +164,7 @@ class Following:
     def after_step(self) -> None:
         """The options that it used: a hook of the script may have set them right before it."""
         read = partial(group_options, self.described, self._optimizer)
-        self._groups = self._used.of(options_of(self._optimizer.param_groups), read)
+        self._groups = self._frames.options.of(self._optimizer.param_groups, read)
 
     def describe(self) -> None:
         """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
@@ -188,7 +172,7 @@ class Following:
         self.source = Source(self.part, self._optimizer, self.described)
         self._sampler = Sampler(self.part, self._optimizer, self.described, *self._run)
         self._entries = _named(self.part)
-        self._used = Unchanged()
+        self._frames = Frames()
         self.watch.redescribe(self.described)
 
     def odd_entries(self) -> str:
@@ -343,10 +327,27 @@ class Following:
                 self.unsaid = why
                 return
         self.unsaid = ""
-        record = Record(
-            it.number, self._options(), None if clip is None else float(clip),
-            None if it.scale is None else float(it.scale), bool(it.skipped),
-        )
+        kept = it.kept() if any(sender.takes_user for sender in senders) else None
+        clip, scale = None if clip is None else float(clip), None if it.scale is None else float(it.scale)
+        options = self._options()
+        if not it.checked and not self.described.buffers and (sample := self._sampler.text(it.number)):
+            # Numbers alone, of what is here and as it was.
+            text = self._frames.record(options, it.number, clip, scale, bool(it.skipped), sample, 0)
+            senders = [one for one in senders if self._put_now(one, it, kept, text) is None]
+            if not senders:
+                return
+        self._send_made(senders, it, Record(it.number, options, clip, scale, bool(it.skipped)), kept)
+
+    def _put_now(self, sender: Sender, it: Over, kept: bytes | None, text: bytes) -> bool | None:
+        self._answer(sender, it.number)
+        return sender.put_now(it.number, it.rank, kept if sender.takes_user else None, text)
+
+    def _answer(self, sender: Sender, number: int) -> None:
+        """Before the record: who has that has what it asked for."""
+        for link, wish in sender.asked():
+            sender.put(*self.source.answer(wish, number), asked_on=link)
+
+    def _send_made(self, senders: list[Sender], it: Over, record: Record, kept: bytes | None) -> None:
         held: Mapping[str, torch.Tensor] = {}
         sums: Sums | None = None
         buffers = self.described.buffers
@@ -359,14 +360,12 @@ class Following:
                 self.summing = time.monotonic() - begin
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
-        kept = it.kept() if any(sender.takes_user for sender in senders) else None
         payload = self._sampler.take(it.number, held)
         fill: Callable[[Record], None] | None = partial(_filled, sums, payload)
         if sums is None and payload.here:  # nothing has to be waited for
             record.sample, fill = payload.text(), None
         for sender in senders:
-            for link, wish in sender.asked():  # before the record: who has that has these, if there are any
-                sender.put(*self.source.answer(wish, it.number), asked_on=link)
+            self._answer(sender, it.number)
             own: list[tuple[Any, Any]] = []
             if kept is not None and sender.takes_user:
                 own.append((User(it.number, it.rank), kept))

@@ -7,8 +7,8 @@
 Python and numpy make hundreds of numbers of a state each time that they are asked. Where the memory that holds it has
 not changed since then, neither has the state, and they are not asked again. That memory is the object's own (the words
 and their index in python's; in numpy's the number kept of a pair, and which generator it has) and, of numpy's, the
-words of its generator. Whether it is so in this interpreter is tried: where it is not, they are asked each time. Torch
-and the standard library; the training thread.
+words of its generator. Whether it is so in this interpreter is tried: where it is not, they are asked each time. While
+nothing has changed the state is the same object. Torch and the standard library; the training thread.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.looks import looks_at
 
 __all__ = ["Generators", "restore_rng", "rng_state"]
 
@@ -38,18 +39,49 @@ class Generators:
         self._python: tuple[Any, Any] = (None, None)  # memory, and the state that it had
         self._numpy: tuple[Any, Any] = (None, None)
         self._tried: bool | None = None  # does numpy's memory show each change
+        self._looks = looks_at()
+        self._last: dict[str, Any] = {}
+        self._held: tuple[Any, ...] | None = None  # whose memory that is of, and addresses and bytes of it
 
     def state(self) -> dict[str, Any]:
-        """For `restore_rng`."""
-        out: dict[str, Any] = {"python": self._of_python(), "torch": _bytes(torch.get_rng_state())}
-        if (numpy := sys.modules.get("numpy")) is not None:
+        """For `restore_rng`. Nobody may write to it."""
+        state = torch.default_generator.get_state()
+        if self._held is not None and self._unchanged(state, *self._held):
+            return self._last
+        numpy: Any = sys.modules.get("numpy")
+        out: dict[str, Any] = {"python": self._of_python(), "torch": _bytes(state)}
+        if numpy is not None:
             out["numpy"] = self._of_numpy(numpy)
         for device in self._devices:
             module = torch.get_device_module(device)
             # Of all devices of this process where torch can tell them apart: one rank may use several.
             every = getattr(module, "get_rng_state_all", None)
             out[f"device {device}"] = [*map(_bytes, every() if every is not None else [module.get_rng_state()])]
+        self._last, self._held = out, None if self._devices else self._memory(numpy)
         return out
+
+    def _unchanged(
+        self, state: torch.Tensor, numpy: Any, python: Any, other: Any, gauss: Any, memory: list[Any]
+    ) -> bool:
+        return (
+            python.gauss_next is gauss and getattr(random.getstate, "__self__", None) is python
+            and sys.modules.get("numpy") is numpy
+            and (numpy is None or getattr(numpy.random.get_state, "__self__", None) is other)
+            and bool(self._looks.same_memory(state.data_ptr(), self._last["torch"], *memory))
+        )
+
+    def _memory(self, numpy: Any) -> tuple[Any, ...] | None:
+        """What `_unchanged` compares; None: somewhere it would not show each change."""
+        if self._python[0] is None or (numpy is not None and self._numpy[0] is None):
+            return None
+        python = getattr(random.getstate, "__self__", None)
+        memory: list[Any] = [id(python) + _HEAD, self._python[0][1]]
+        other: Any = None
+        if numpy is not None:
+            other = getattr(numpy.random.get_state, "__self__", None)
+            _, inside, words = self._numpy[0]
+            memory += [id(other) + _HEAD, inside, other._bit_generator.ctypes.state_address, words]
+        return numpy, python, other, getattr(python, "gauss_next", None), memory
 
     def _of_python(self) -> Any:
         one = getattr(random.getstate, "__self__", None)

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ from flowcheck.errors import UserError
 from flowcheck.trainer.changes import Changes
 from flowcheck.trainer.describe.hearing import clipping_heard, method_heard, registrations_heard, unscaling_heard
 
-__all__ = ["AttachmentState", "Told"]
+__all__ = ["AttachmentState", "Over", "Told"]
 
 Given = dict[str, Any] | Callable[[], dict[str, Any]] | None
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -46,6 +46,20 @@ class AttachmentState(StrEnum):
     LOST = "lost"  # no connection to the node; tried again
     REFUSED = "refused"  # this job cannot be followed; not tried again
     CLOSED = "closed"  # `close` was called
+
+
+class Over(NamedTuple):
+    """An iteration that is over. kept: what this rank gives of itself, made when it is first asked for."""
+
+    number: int
+    clip: float | None
+    scale: float | None
+    skipped: bool
+    checked: bool  # checksums are due
+    kept: Callable[[], bytes | None]
+    rank: int  # of the whole job
+    stepped: bool  # the optimizer did, or the script or its scaler said that it did not
+    renewed: str  # what was changed besides, "": nothing; no version follows from the one before
 
 
 class Told:

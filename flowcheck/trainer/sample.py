@@ -1,6 +1,7 @@
 """Some elements of the state after each step, for its record: which ones says flowcheck/job/sampling.py.
 
     sampler = Sampler(part, optimizer, described, run_id, epoch)
+    sampler.text(number)                    the sample, of what is in this machine's memory and as it was; "": not so
     taken = sampler.take(number, beside)    the training thread, after iteration `number`
     taken.text()                            a sending thread: the record's `sample`; waits for the device, if it has to
 
@@ -17,9 +18,11 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -31,6 +34,7 @@ from flowcheck.job.form import shown
 from flowcheck.job.sampling import (
     KEYS,
     ONCE,
+    PICKED,
     UNSAID,
     WHOLE,
     WIDTHS,
@@ -42,6 +46,7 @@ from flowcheck.job.sampling import (
     salt_of,
     state_name,
 )
+from flowcheck.trainer.boundary import hints, library, places_of, suits
 from flowcheck.trainer.describe.description import Model
 from flowcheck.trainer.describe.parts import Part, local
 from flowcheck.trainer.ranges import BITS, Copies
@@ -52,6 +57,7 @@ AHEAD = 8  # looks at the same tensors, whose elements are computed together
 OPERATORS = 1  # of torch, for all tensors of one device whose elements have one width; and as often OPERATORS_AHEAD
 OPERATORS_AHEAD = 6  # once in AHEAD looks
 SPAN, FIRST = 1 << 56, 1 << 12  # bytes of an address space, and where its first page ends
+_OWN = (torch.Tensor, torch.nn.Parameter)
 _DEVICES = {"cpu": 1, "cuda": 2}  # as DLPack numbers them
 _dtype, _address, _elements = attrgetter("dtype"), torch.Tensor.data_ptr, torch.Tensor.numel
 
@@ -220,6 +226,9 @@ class _Turn:
         self.masks = b""
         self.gathers: list[_Ready] = []
         self.ahead: dict[int, Sequence[torch.Tensor]] = {}
+        self.optimized = bytes(optimized for _, optimized in held)
+        self.entries, self.places = [value for value, _ in held], places_of(held)
+        self.quick: tuple[bytes, bytes, bytes, bytes] | None = None  # what C looks at, compares with, takes and says
 
 
 class Sampler:
@@ -229,16 +238,28 @@ class Sampler:
     def __init__(
         self, part: Part, optimizer: torch.optim.Optimizer, described: Model, run_id: str, epoch: int
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._library = optimizer, library()
         self._sampling = Sampling(described.entries)
         self._positions = Positions(salt_of(run_id, epoch))
-        self._keys = [(1 << bit, key) for bit, key in enumerate(KEYS)
-                      if (key == "momentum_buffer") == (described.optimizer == "sgd")]
+        self._keys = tuple((1 << bit, key) for bit, key in enumerate(KEYS)
+                           if (key == "momentum_buffer") == (described.optimizer == "sgd"))
         held = part.state_dict(keep_vars=True)
         self._turns = [
             _Turn([(held[entry.name], entry.kind == "optimized") for entry in self._sampling.entries(number)])
             for number in range(self._sampling.turns)
         ]
+
+    def text(self, number: int) -> str:
+        """What `take` would give as text, "": ask that. Of tensors in this machine's memory that are as they were."""
+        turn = self._turns[number % len(self._turns)]
+        if turn.quick is None or not isinstance(self._optimizer.state, dict):
+            return ""
+        found, masks, pieces, head = turn.quick
+        said: str | None = self._library.sample(
+            self._optimizer.state, turn.entries, turn.optimized, self._keys, turn.places, found, masks, pieces,
+            self._positions.word(number), head,
+        )
+        return said or ""
 
     def take(self, number: int, beside: Mapping[str, torch.Tensor]) -> Taken:
         """The sample after iteration `number`. beside: what else goes with the record. Raises UserError where an entry
@@ -249,6 +270,7 @@ class Sampler:
         if seen != turn.seen:
             self._prepare(turn, number, tensors, masks)
             turn.seen, turn.ahead = seen, {}
+            turn.quick = self._quick(turn, seen, number) if self._library is not None else None
         if number not in turn.ahead:
             turn.ahead = self._ahead(turn, number)
         parts = [one.take(tensors, index) for one, index in zip(turn.gathers, turn.ahead.pop(number), strict=True)]
@@ -260,6 +282,29 @@ class Sampler:
         words = [self._positions.word(one) for one in numbers]
         indexes = [one.ahead(words) for one in turn.gathers]
         return {one: [index[at] for index in indexes] for at, one in enumerate(numbers)}
+
+    def _quick(self, turn: _Turn, seen: tuple[Any, ...], number: int) -> tuple[bytes, bytes, bytes, bytes] | None:
+        """For C, which reads what is in this machine's memory, in row-major order."""
+        masks, addresses, elements, dtypes = seen
+        tensors, _ = self._find(turn)
+        if not suits(turn.entries) or not all(
+            type(one) in _OWN and one.is_cpu and one.is_contiguous() and address
+            for one, address in zip(tensors, addresses, strict=True)
+        ):
+            return None
+        where = zip(*hints(tensors), strict=True)
+        found = array("Q", chain.from_iterable(zip(addresses, elements, map(id, dtypes), *where, strict=True)))
+        due = looks(self._sampling.entries(number), turn.masks)
+        if len(due) != len(tensors):
+            return None  # some of it cannot be said
+        pieces = array("Q")
+        for width in WIDTHS:
+            for at, one in enumerate(due):
+                if one.width == width:
+                    picked = one.elements > WHOLE
+                    pieces.extend((at, width, one.taken, one.elements if picked else 0))
+                    pieces.extend(self._positions.words(one.name) if picked else [0] * PICKED)
+        return found.tobytes(), masks, pieces.tobytes(), self._positions.salt + turn.masks
 
     def _find(self, turn: _Turn) -> tuple[list[torch.Tensor], bytes]:
         """Tensors in the order of `looks`, as they are now, and which there are."""

@@ -7,8 +7,9 @@
     sender.wanted, sender.joined       what the node has asked for, and answered
     sender.pledged                     iteration of the state that the caller has put: records follow it
 
-What is small, and of this machine's memory, goes out at once where the socket takes it, from the training thread and in
-one call: no thread has to wake, which would take the GIL from the one that launches kernels. All else is queued.
+What is small, and of this machine's memory, goes out at once and in one piece: through a thread of C that never takes
+the GIL from the one that launches kernels (outlet.py), or where that cannot be had from the training thread itself, as
+far as the socket takes it. All else is queued.
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
 `lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
@@ -24,14 +25,12 @@ import atexit
 import contextlib
 import os
 import queue
-import secrets
 import socket
 import ssl
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -52,16 +51,18 @@ from flowcheck.control.protocol import (
     User,
     UserHead,
     Wanted,
-    frame,
     greet,
 )
 from flowcheck.control.tensors import packed, packed_bytes
 from flowcheck.control.tls import Secure
-from flowcheck.control.user_state import tail_of
+from flowcheck.control.user_state import tail_bytes, tail_of
 from flowcheck.errors import FlowcheckError
+from flowcheck.trainer.framed import Payload, pieces, user, user_head
+from flowcheck.trainer.outlet import Outlet
 from flowcheck.trainer.ranges import Copies, Wish
+from flowcheck.trainer.starts import Identity
 
-__all__ = ["Identity", "Sender"]
+__all__ = ["Sender"]
 
 USER_UNSENT = 64 << 20  # bytes of user states that wait to be sent
 QUEUE = 1024  # messages: that many iterations the node may be behind
@@ -69,7 +70,6 @@ PAUSE = (1.0, 30.0)
 CONNECT_SECONDS = 5.0
 READ_SECONDS = 5.0  # that a node may take to read what was sent last
 LEAVE_SECONDS = 5.0  # that a process which ends may take to send what it has queued
-AT_ONCE = 64 << 10  # bytes of tensors that the training thread sends itself
 READ = 4096  # bytes that are read at a time
 HEARD_SECONDS = 0.02  # after a message that nobody waits for: those that come meanwhile are heard together
 REQUESTS = 8  # for ranges, of a node, that no boundary has answered yet
@@ -80,25 +80,7 @@ _leaving: list[float] = []  # when that is over, once it has begun
 _OPENING = object()  # in the queue: say the opening here
 _REST = object()  # bytes of messages that were begun
 _WAKE = object()  # look whether the connection is still there
-Payload = Mapping[str, torch.Tensor] | Copies | bytes  # bytes: as they are
 Fill = Callable[[Any], None]  # what is still missing in a message
-
-
-@dataclass(frozen=True)
-class Identity:
-    """places: of the group's ranks in the whole job."""
-
-    run_id: str
-    epoch: int
-    rank: int
-    ranks: int
-    group: str
-    instance: str = field(default_factory=lambda: secrets.token_hex(8))
-    places: tuple[int, ...] = ()
-
-    @property
-    def hello(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if key != "places"}
 
 
 class Sender:
@@ -121,7 +103,7 @@ class Sender:
         self.address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
         self._prepare = prepare
         self._queue: queue.Queue[tuple[Link | None, Any, Payload, Fill | None]] = queue.Queue(QUEUE)
-        self._writing = threading.Lock()  # who has it sends
+        self._outlet = Outlet()
         self._tail: tuple[Link, bytes] | None = None  # of the newest user state, and where it went
         self._requests: deque[tuple[Link, Wish]] = deque()
         self._copied = 0  # bytes of answers that are not sent yet
@@ -180,8 +162,8 @@ class Sender:
         link = self._link
         if link is None or asked_on not in (None, link):
             return False
-        if fill is None and not isinstance(tensors, Copies):
-            done = self._at_once(link, [(message, tensors)])
+        if fill is None and message is not _OPENING:
+            done = self._at_once(link, pieces([(message, tensors)]))
             if done is not None:
                 return done
         return self._enqueue(link, message, tensors or {}, fill)
@@ -192,7 +174,7 @@ class Sender:
         if link is None:
             return False
         messages = [self._shortened(link, *one) if isinstance(one[0], User) else one for one in messages]
-        done = None if fill is not None else self._at_once(link, messages)
+        done = None if fill is not None else self._at_once(link, pieces(messages))
         if done is not None:
             return done
         last = len(messages) - 1
@@ -200,32 +182,47 @@ class Sender:
                for number, (message, tensors) in enumerate(messages)]
         return all(put)
 
+    def put_now(self, number: int, rank: int, own: bytes | None, record: bytes) -> bool | None:
+        """As `put_all`, of a user state after iteration `number`, if there is one, and of a frame. None: they have to
+        be queued, and neither was."""
+        link = self._link
+        if link is None:
+            return False
+        before, out = self._tail, [record]
+        if own is not None:
+            same = self._same(link, own)
+            left = len(own) - same
+            head = user_head(number, rank, same, left) if same else user(number, rank, left)
+            out = [head, own[:left] if same else own, record]
+        done = self._at_once(link, out)
+        if done is None:
+            self._tail = before
+        return done
+
     def _shortened(self, link: Link, message: User, data: Payload | None) -> tuple[Any, Payload | None]:
         """Without what the node has already: the tensors of the state before this one on this connection."""
-        if not self.takes_head or not isinstance(data, bytes):
-            return message, data
-        tail, before = tail_of(data), self._tail
-        self._tail = link, tail
-        if before is None or before[0] is not link or before[1] != tail or not tail:
-            return message, data
-        return UserHead(message.iteration, message.rank, len(tail)), data[: -len(tail)]
+        if isinstance(data, bytes) and (same := self._same(link, data)):
+            return UserHead(message.iteration, message.rank, same), data[:-same]
+        return message, data
 
-    def _at_once(self, link: Link, messages: Sequence[tuple[Any, Payload | None]]) -> bool | None:
-        """As `put`; None: they have to be queued."""
-        if link.secure or not self._writing.acquire(blocking=False):
+    def _same(self, link: Link, data: bytes) -> int:
+        """How many of the last bytes of this user state the node has already, once it has this one."""
+        if not self.takes_head:
+            return 0
+        before = self._tail
+        if before is not None and before[0] is link and data.endswith(before[1]) and tail_bytes(data) == len(before[1]):
+            return len(before[1])
+        self._tail = link, tail_of(data)
+        return 0
+
+    def _at_once(self, link: Link, out: list[bytes] | None) -> bool | None:
+        """None: they have to be queued."""
+        if out is None or link.secure or not self._outlet.lock.acquire(blocking=False):
             return None
         try:
             if self._link is not link or self._again.is_set() or self._queue.unfinished_tasks:
                 return None
-            pieces: list[bytes] = []
-            for message, tensors in messages:
-                if message is _OPENING or (payload := _small(tensors)) is None:
-                    return None
-                pieces += [frame(message, len(payload)), payload]
-            sent = link.send_now(pieces)
-            rest = b"" if sent == sum(map(len, pieces)) else b"".join(pieces)[sent:]
-        except ValueError:
-            return None  # a number that JSON does not have, which the thread will say
+            rest = self._outlet.take(link, out)
         except RecordsError as error:
             self._ended(link, error)
             self._link = None
@@ -233,8 +230,8 @@ class Sender:
             self._wake()
             return False
         finally:
-            self._writing.release()
-        return not rest or self._enqueue(link, _REST, rest, None)
+            self._outlet.lock.release()
+        return None if rest is None else not rest or self._enqueue(link, _REST, rest, None)
 
     def _enqueue(self, link: Link, message: Any, tensors: Payload, fill: Fill | None) -> bool:
         if isinstance(tensors, bytes):
@@ -298,6 +295,7 @@ class Sender:
         deadline = time.monotonic() + seconds
         while self._queue.unfinished_tasks and self._waits(deadline):
             time.sleep(0.005)
+        self._outlet.finish(deadline - time.monotonic())
         if (link := self._link) is not None:
             link.finish()
         deadline = min(deadline, time.monotonic() + READ_SECONDS)
@@ -351,6 +349,7 @@ class Sender:
             finally:
                 self._link = None
                 link.close()
+                self._outlet.close()
                 listener.join()
                 self._drain()
                 self.wanted, self.joined, self.pledged, self.notice = frozenset(), None, None, ""
@@ -389,6 +388,7 @@ class Sender:
             raise
         link.limits = lambda: Limits(RANGES_TEXT)
         link.ahead = READ
+        self._outlet.open(link, sock)
         self._again.set()
         return link
 
@@ -396,7 +396,8 @@ class Sender:
         self.tried.set()
         while not self._stop.is_set():
             while self._again.is_set():
-                with self._writing:
+                with self._outlet.lock:
+                    self._outlet.flush(link)
                     self._again.clear()
                     for message in self._opening():
                         link.send(message)
@@ -410,7 +411,8 @@ class Sender:
                     if fill is not None:
                         fill(message)
                     held = tensors.on_host() if isinstance(tensors, Copies) else tensors
-                    with self._writing:
+                    with self._outlet.lock:
+                        self._outlet.flush(link)
                         _send(link, message, held)
             finally:
                 self._done(tensors)
@@ -497,17 +499,6 @@ class Sender:
                 self._done(self._queue.get_nowait()[2])
         except queue.Empty:
             pass
-
-
-def _small(tensors: Payload | None) -> bytes | None:
-    """A payload that can be sent at once; None: it is not small, or not in this machine's memory."""
-    if not tensors:
-        return b""
-    if isinstance(tensors, bytes):
-        return tensors
-    if isinstance(tensors, Copies) or not all(one.is_cpu for one in tensors.values()):
-        return None
-    return b"".join(packed(tensors)) if sum(one.nbytes for one in tensors.values()) <= AT_ONCE else None
 
 
 def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor] | bytes) -> None:

@@ -17,16 +17,33 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from flowcheck.control.start import Start
 
-__all__ = ["after", "started"]
+__all__ = ["Identity", "after", "started"]
 
 _NAME = "flowcheck/started"  # in torch.distributed's store, whose names are of one start of it
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who comes to a node. places: of the group's ranks in the whole job."""
+
+    run_id: str
+    epoch: int
+    rank: int
+    ranks: int
+    group: str
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
+    places: tuple[int, ...] = ()
+
+    @property
+    def hello(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "places"}
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""What was made of some values, and need not be made again while they are the same objects.
+"""What was made of an optimizer's options, and need not be made again while they are the same objects.
 
     last = Unchanged()
-    last.of(values, make)       make(), or what it gave the last time
+    last.of(groups, make)       make(), or what it gave the last time
 
 Hyper-parameters are the same objects from step to step, but for a rate that a scheduler sets: so a look at them costs a
 comparison of identities. Values that can change in themselves (a tensor, a list) are never taken for the same. The
@@ -10,34 +10,35 @@ training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import is_
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["Unchanged", "options_of"]
+from flowcheck.trainer.looks import looks_at, options_of
+
+__all__ = ["Unchanged"]
 
 _FIXED = frozenset({bool, float, int, str, type(None)})
 
 
 class Unchanged:
-    """Of one place where values are read."""
+    """Of one place where they are read."""
 
     def __init__(self) -> None:
-        self._values: Sequence[Any] | None = None
-        self._made: Any = None
+        self._looks = looks_at()
+        self._options: list[Any] | None = None
+        self.made: Any = None
 
-    def of(self, values: Sequence[Any], make: Callable[[], Any]) -> Any:
-        """What `make` gave for these values. It is handed out again, so nobody may write to it."""
-        before = self._values
-        if before is None or len(values) != len(before) or not all(map(is_, values, before)):
-            self._made = make()
-            self._values = values if all(map(_is_fixed, values)) else None
-        return self._made
+    def same(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Would `of` hand out what was made?"""
+        return self._options is not None and bool(self._looks.same_options(groups, self._options))
 
-
-def options_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """What an optimizer's groups say besides their parameters: keys and values of all, one after the other."""
-    return [one for group in groups for pair in group.items() if pair[0] != "params" for one in pair]
+    def of(self, groups: Sequence[Mapping[str, Any]], make: Callable[[], Any]) -> Any:
+        """What `make` gave for these options of an optimizer. It is handed out again, so nobody may write to it."""
+        if self._options is None or not self._looks.same_options(groups, self._options):
+            self.made = make()
+            options = options_of(groups)
+            self._options = options if all(map(_is_fixed, options)) else None
+        return self.made
 
 
 def _is_fixed(value: Any) -> bool:

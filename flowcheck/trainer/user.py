@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,7 @@ from flowcheck.trainer.describe.extra import kept
 from flowcheck.trainer.describe.parts import stepped
 from flowcheck.trainer.generators import Generators, restore_rng, rng_state
 from flowcheck.trainer.loop import Given
-from flowcheck.trainer.unchanged import Unchanged, options_of
+from flowcheck.trainer.unchanged import Unchanged
 
 __all__ = ["Keeper", "restore_rng", "rng_state"]
 
@@ -39,7 +40,8 @@ MOST_NAMED = 100
 
 class Keeper:
     """scheduler, scaler: with `state_dict`, or None. extra: says what modules give besides tensors (describe/extra.py),
-    by part and entry. why: the newest boundary has no state, "": it has."""
+    by part and entry; None: they give nothing. trained: of each parameter of the optimizer a byte, does it step it;
+    None: look. why: the newest boundary has no state, "": it has."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None) -> None:
         for what, one in (("scheduler", scheduler), ("scaler", scaler)):
@@ -49,9 +51,12 @@ class Keeper:
         self._optimizer = optimizer
         self._generators: Generators | None = None
         self._options = Unchanged()
-        self._packer, self._exact = Packer(), ("rng",)
+        self._packer = Packer()
+        self._stood: tuple[Any, Any, list[dict[str, Any]]] = None, None, []  # options, `trained`, and as they are kept
         self._scheduler, self.scaler = scheduler, scaler
-        self.extra: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+        self.extra: Callable[[], Mapping[str, Mapping[str, Any]]] | None = None
+        self.trained: bytes | None = None
+        self._again: tuple[Any, ...] | None = None  # what a file is of that has options besides, and nothing else
         self._given: Any = None  # how far the scheduler was at the last boundary
         self._warned = False
         self.why = ""
@@ -61,6 +66,10 @@ class Keeper:
     ) -> bytes | None:
         """This rank's own state. user: what the script adds, or a function that says it. What cannot be kept is left
         out and named, in the state itself, too; that is said once as long as it lasts. None: nothing can be kept."""
+        if self._again is not None and user is None and (
+            same := self._as_before(step, (rank, ranks), *self._again)
+        ) is not None:
+            return same
         try:
             data, missing = self._pack(user, step, rank, ranks)
         except Exception as error:  # an object of the script's own may raise anything
@@ -70,6 +79,13 @@ class Keeper:
             say(f"versions are without a part of this rank's own state: {what}")
         self.why = f"step {step} is without a part of this rank's own state: {what}" if missing else ""
         return data
+
+    def _as_before(self, step: int, here: Any, rng: Any, trained: bytes, there: Any) -> bytes | None:
+        """The file of the boundary before with another step; None: it has to be made."""
+        if (self._rng() is rng and self.trained == trained and self.extra is None and here == there
+                and self._options.same(self._optimizer.param_groups)):
+            return self._packer.again(step)
+        return None
 
     def over(self) -> None:
         """A boundary, whether a node takes what this rank would give or none is there."""
@@ -90,6 +106,7 @@ class Keeper:
     def _pack(self, user: Given, step: int, rank: int, ranks: int) -> tuple[bytes, dict[str, str]]:
         """The file, and what it lacks: paths and why."""
         made: dict[str, Callable[[], Any]] = {"rng": self._rng, "groups": self._groups}
+        self._again = None
         for what, one in (("scheduler", self._scheduler), ("scaler", self.scaler)):
             if one is not None:
                 made[what] = one.state_dict
@@ -101,15 +118,19 @@ class Keeper:
                 missing[what] = f"{what}: {_words(error)}"[:MOST_WHY]
         if not state.get("extra", True):
             del state["extra"]
-        packed = partial(self._packer.pack, step=step, rank=rank, ranks=ranks, exact=self._exact)
+        packed = partial(self._packer.pack, step=step, rank=rank, ranks=ranks, fixed=("rng", "groups"))
         try:
-            return packed({**state, "missing": missing} if missing else state), missing
+            data = packed({**state, "missing": missing} if missing else state)
+            if not missing and user is None and self.trained is not None and len(made) == 2 and len(state) == 3:
+                self._again = state["rng"], self.trained, (rank, ranks)
+            return data, missing
         except Exception:
             state, more = _keepable(state)
             return packed({**state, "missing": missing | more}), missing | more
 
     def _extra(self) -> dict[str, Any]:
-        return {part: {name: kept(value) for name, value in found.items()} for part, found in self.extra().items()}
+        found = {} if self.extra is None else self.extra()
+        return {part: {name: kept(value) for name, value in mine.items()} for part, mine in found.items()}
 
     def _rng(self) -> dict[str, Any]:
         if self._generators is None:
@@ -120,9 +141,19 @@ class Keeper:
     def _groups(self) -> list[dict[str, Any]]:
         """Options of the optimizer, numbers as torch computes with them; and of each parameter: is it stepped?"""
         groups = self._optimizer.param_groups
-        options = self._options.of(options_of(groups), lambda: [{key: _number(value) for key, value in group.items()
+        options = self._options.of(groups, lambda: [{key: _number(value) for key, value in group.items()
                                                      if key != "params"} for group in groups])
-        return [{"params": _stepped(group["params"]), **said} for group, said in zip(groups, options, strict=True)]
+        if self.trained is None:
+            return _kept_groups(options, [_stepped(group["params"]) for group in groups])
+        if self._stood[0] is not options or self._stood[1] != self.trained:
+            flags = map(bool, self.trained)
+            split = [list(islice(flags, len(group["params"]))) for group in groups]
+            self._stood = options, self.trained, _kept_groups(options, split)
+        return self._stood[2]
+
+
+def _kept_groups(options: Sequence[Mapping[str, Any]], flags: Sequence[list[bool]]) -> list[dict[str, Any]]:
+    return [{"params": mine, **said} for mine, said in zip(flags, options, strict=True)]
 
 
 def _given_by(user: Given) -> dict[str, Any]:

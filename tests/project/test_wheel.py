@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,7 @@ def test_what_is_in_it(environment: Environment) -> None:
     }
     assert {name.rpartition("/")[2] for name in names if not name.endswith(".py") and "dist-info" not in name} == {
         "nccl_profiler.c", "nccl_profiler.h", "nccl_interface.h", "sums.c", "sums.h", "sums_body.h",
+        "boundary.c", "outbox.h",
     }
     needs = re.findall(r"^Requires-Dist: (.*)", metadata, re.MULTILINE)
     assert [Requirement(one).name for one in needs] == ["torch"] and "Provides-Extra" not in metadata
@@ -154,7 +156,7 @@ def test_the_plugin_is_compiled_once(environment: Environment) -> None:
     made = path.stat().st_mtime_ns
     assert path.parent == environment.home / ".cache" / "flowcheck"
     assert Path(environment.says(PATHS).strip()) == path and path.stat().st_mtime_ns == made
-    assert [one.name for one in path.parent.iterdir()] == [path.name]
+    assert [one.name for one in path.parent.glob("nccl_profiler*")] == [path.name]
     counted = "from flowcheck.trainer.nccl.profiler import Plugin; print(Plugin().counts().written)"
     assert environment.says(counted) == "0\n"
 
@@ -172,6 +174,26 @@ def test_checksums_with_a_compiler_and_without(environment: Environment, tmp_pat
     made = str(shutil.which("cc") is not None)
     assert environment.says(SUMS, XDG_CACHE_HOME=str(tmp_path / "one")) == f"{made} True\n"
     assert environment.says(SUMS, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "other")) == "False True\n"
+
+
+LOOKS = """
+import warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+import torch
+from flowcheck.trainer.boundary import library
+from flowcheck.trainer.looks import looks_at
+one = torch.nn.Parameter(torch.ones(2))
+held, versions, there = looks_at([one]).gradients([one])
+print(library() is not None, held, [*memoryview(versions).cast("q")], there)
+"""
+
+
+def test_boundaries_with_a_compiler_and_without(environment: Environment, tmp_path: Path) -> None:
+    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    made = str(shutil.which("cc") is not None and headers.exists())
+    assert environment.says(LOOKS, XDG_CACHE_HOME=str(tmp_path / "one")) == f"{made} [None] [-1] False\n"
+    assert environment.says(LOOKS, PATH=str(tmp_path), XDG_CACHE_HOME=str(tmp_path / "other")) == (
+        "False [None] [-1] False\n")
 
 
 def test_without_a_compiler(environment: Environment, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import repeat, takewhile
 from operator import attrgetter, is_
 from typing import Any
@@ -85,7 +86,7 @@ class Model:
     corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def buffers(self) -> list[str]:
         return [entry.name for entry in self.entries if entry.kind == "buffer"]
 

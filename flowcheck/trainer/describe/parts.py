@@ -147,6 +147,16 @@ class Ddp(Part):
 
     def check(self) -> None:
         model = self._model
+        if (
+            model.reducer is not self._reducer or model.find_unused_parameters
+            or getattr(model, "mixed_precision", None) is not None or getattr(model, "_comm_hooks", ())
+            or getattr(model, "_use_python_reducer", False) or getattr(model, "_delay_all_reduce_params", ())
+            or (model.modules_buffers and not model.broadcast_buffers)
+        ):
+            self._refuse()
+
+    def _refuse(self) -> None:
+        model = self._model
         hooks = [f"{hook.__module__}.{hook.__qualname__}" for hook, _ in getattr(model, "_comm_hooks", ())]
         for odd, what in (
             (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),  # which is a hook, too

@@ -246,8 +246,26 @@ def test_what_is_packed_again_and_again_is_what_is_packed_once(states: list[tupl
         assert data == packer.pack(state, step=step, rank=3, ranks=4) == packed(state, step=step)
 
 
+FIXED = [{"torch": b"one", "pair": (1, 0.5)}, {"torch": b"another one"}, b"", {"t": torch.ones(2)}, [7]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(FIXED), st.dictionaries(st.sampled_from("abc"), VALUES), st.integers(8, 11),
+                          st.integers(2, 3)), max_size=6))
+def test_what_nobody_writes_to_is_written_once(states: list[tuple[Any, dict[str, Any], int, int]]) -> None:
+    """Whatever else there is; and the last file can be had of another step."""
+    packer = Packer()
+    for fixed, state, step, ranks in states:
+        both = {"fixed": fixed, **state}
+        assert packer.pack(both, step=step, rank=1, ranks=ranks, fixed=("fixed",)) == pack(
+            both, step=step, rank=1, ranks=ranks)
+        for other in range(7, 12):
+            again = packer.again(other)
+            assert again == (pack(both, step=other, rank=1, ranks=ranks) if len(str(other)) == len(str(step)) else None)
+
+
 def test_bytes_that_have_changed_are_written_anew() -> None:
     packer = Packer()
     for words in (b"one", b"two", b"two", b"three"):
-        data = packer.pack({"rng": {"torch": words}}, step=7, rank=0, ranks=1, exact=("rng",))
+        data = packer.pack({"rng": {"torch": words}}, step=7, rank=0, ranks=1, fixed=("rng",))
         assert UserState.of(data, "x").state == {"rng": {"torch": words}}

@@ -16,7 +16,8 @@ import torch
 from flowcheck.control.protocol import Bye, Flows, Patch, Ranges, Record, State, User
 from flowcheck.trainer import sender as sending
 from flowcheck.trainer.ranges import Wish
-from flowcheck.trainer.sender import Identity, Sender
+from flowcheck.trainer.sender import Sender
+from flowcheck.trainer.starts import Identity
 
 from ..hand_node import LONGEST, TOKEN, HandNode, until
 
@@ -302,7 +303,7 @@ def test_what_is_small_is_sent_by_who_puts_it(hand_node, sender) -> None:
     mine = sender()
     peer = hand_node.welcome()
     until(lambda: mine.connected and not mine._again.is_set())
-    until(lambda: not mine._writing.locked())
+    until(lambda: not mine._outlet.lock.locked())
     records = [(User(7, 0), b"state"), (Record(7), {"buffer.a": torch.ones(3)})]
     assert mine.put_all(records) and not mine._queue.unfinished_tasks
     assert peer.receive() == ({"type": "user", "iteration": 7, "rank": 0}, b"state")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.trainer.unchanged import Unchanged, options_of
+from flowcheck.trainer.unchanged import Unchanged
 
 
 def made_anew(groups: list[dict[str, Any]], change: Callable[[list[dict[str, Any]]], None]) -> bool:
@@ -16,7 +16,7 @@ def made_anew(groups: list[dict[str, Any]], change: Callable[[list[dict[str, Any
     one, counted = Unchanged(), list[int]()
 
     def look() -> int:
-        found: int = one.of(options_of(groups), lambda: counted.append(1) or len(counted))
+        found: int = one.of(groups, lambda: counted.append(1) or len(counted))
         return found
 
     first = look()

@@ -275,7 +275,7 @@ def test_what_waits_to_be_sent_is_bounded(training, hand_node, monkeypatch: pyte
     peer = joined(one, hand_node)
     asked(one, peer)
     monkeypatch.setattr(sender_module, "USER_UNSENT", 100)
-    with one.attachment._senders[0]._writing:  # nothing can be sent at once
+    with one.attachment._senders[0]._outlet.lock:  # nothing can be sent at once
         one.iterate()
     assert peer.expect("record")["iteration"] == 3
     monkeypatch.undo()
