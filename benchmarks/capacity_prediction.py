@@ -38,8 +38,8 @@ import numpy as np
 from lab.bench.limits import PacketRing
 from parser.machine import Engine, choose_icrc, icrc_kernels
 
-from flowcheck.plan.capacity import Capacity, Job, Node, capacity
-from flowcheck.plan.stage_speeds import COPY, Speeds, measured
+from flowcheck.plan.capacity.capacity import Capacity, Job, Node, capacity
+from flowcheck.plan.capacity.stage_speeds import COPY, Speeds, measured
 from flowcheck.rebuild.calibration import look_at_updates, settle
 from flowcheck.rebuild.plan import plan_job
 from lab.bench import adam, limits, parse, place

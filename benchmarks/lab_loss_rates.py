@@ -15,10 +15,10 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from flowcheck.plan import loss_law as law
-from flowcheck.plan.answer import Plot, Series
-from flowcheck.plan.plots import save
-from flowcheck.plan.wire_volume import Call, reduced_packets
+from flowcheck.plan.answers.answer import Plot, Series
+from flowcheck.plan.answers.plots import save
+from flowcheck.plan.traffic import loss_law as law
+from flowcheck.plan.traffic.wire_volume import Call, reduced_packets
 from lab.losses import MTU, Counted, count_incomplete
 from lab.shape import FabricConfig
 from parser.chunk_layout import Protocol

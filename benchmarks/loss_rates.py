@@ -5,8 +5,8 @@
 Rings of 4 and 8 with 2 to 6 mirrored connections. Every iteration has so many packets that of 400 about 60 stay
 incomplete; the table says how many, between which numbers the law has 99 % of them, and what happens where as many
 copies are lost in runs of 50, of each connection by itself and of all at once. Where that takes more losses than can be
-drawn it says how many copies a wire would have to carry. The tests in tests/flowcheck/plan/test_loss_draws.py are of
-the same.
+drawn it says how many copies a wire would have to carry. The tests in
+tests/flowcheck/plan/traffic/test_loss_draws.py are of the same.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 
-from flowcheck.plan import loss_law as law
-from flowcheck.plan.answer import Plot, Series
-from flowcheck.plan.loss_draws import Bursts, chunk_views, draw
-from flowcheck.plan.plots import save
+from flowcheck.plan.answers.answer import Plot, Series
+from flowcheck.plan.answers.plots import save
+from flowcheck.plan.traffic import loss_law as law
+from flowcheck.plan.traffic.loss_draws import Bursts, chunk_views, draw
 
 EXPECTED, ITERATIONS, RUN = 60, 400, 50
 LOSSES = (1e-1, 3e-2, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)

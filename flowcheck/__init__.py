@@ -4,7 +4,6 @@
     attach(ddp_model, optimizer, node=..., token=...)     in a training process: tell a checkpoint node of the job
     recover("10.0.0.2:7071", token=...)     in a training process: the newest version that nodes have, into training
     fetch("10.0.0.2:7071", out, token=...)  the same into files: safetensors, torch.save or torch's DCP
-    protect(nodes, out, token=...)          parity of the shards of a job; restore_shard(...) takes a lost one back
     replay(captures, job)        gradients, checkpoints and a report from captures
     inspect(captures)            what is in captures, with no job given
     learn(captures)              the job manifest, from the traffic itself
@@ -22,7 +21,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flowcheck.checkpoint.coding.parity import Protected, protect, restore_shard
+    from flowcheck.checkpoint.coding.manual_parity import protect, restore_shard
+    from flowcheck.checkpoint.coding.parity import Protected
     from flowcheck.checkpoint.fetch import Taken, fetch
     from flowcheck.checkpoint.replica import Replica
     from flowcheck.checkpoint.state import Checkpoint, load_checkpoint
@@ -47,7 +47,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "flowcheck.checkpoint.coding.parity": ("Protected", "protect", "restore_shard"),
+    "flowcheck.checkpoint.coding.manual_parity": ("protect", "restore_shard"),
+    "flowcheck.checkpoint.coding.parity": ("Protected",),
     "flowcheck.checkpoint.fetch": ("Taken", "fetch"),
     "flowcheck.checkpoint.replica": ("Replica",),
     "flowcheck.checkpoint.state": ("Checkpoint", "load_checkpoint"),

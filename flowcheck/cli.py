@@ -225,46 +225,6 @@ def fetch(
     typer.echo(repr(taken))
 
 
-NodesArgument = Annotated[str, typer.Argument(help="HOST:PORT of a node's api.listen; several with commas.")]
-TokenOption = Annotated[Path, typer.Option("--token-file", help="Its first line is the nodes' token.")]
-CaOption = Annotated[
-    str, typer.Option("--ca", envvar="FLOWCHECK_CA", help='Ask over TLS: a PEM file of authorities, or "system".')
-]
-
-
-@app.command()
-def protect(
-    nodes: NodesArgument,
-    out: Annotated[Path, typer.Option("--out", help="Directory for what is written.")],
-    token_file: TokenOption,
-    parity: Annotated[int, typer.Option("--parity", min=1, help="How many shards may be lost.")] = 1,
-    run_id: Annotated[str | None, typer.Option("--run-id", help="Which run. Default: the only one.")] = None,
-    step: Annotated[int | None, typer.Option("--step", min=0, help="This step. Default: the newest of all.")] = None,
-    ca: CaOption = "",
-) -> None:
-    """Write parity of the newest step that every shard of a job has."""
-    token = _token(token_file)
-    with _options():
-        kept = flowcheck.protect(nodes, out, token=token, parity=parity, run_id=run_id, step=step, ca=ca)
-    names = ", ".join(repr(one.shard) for one in kept.versions)
-    typer.echo(f"{kept.path}: step {kept.step} of {kept.code.data} shards ({names}); {kept.code.parity} may be lost."
-               f" {kept.code.parity * kept.length:,} bytes, {kept.padded:,} of zeros were encoded")
-
-
-@app.command("restore-shard")
-def restore_shard(
-    path: Annotated[Path, typer.Argument(help="A directory that `flowcheck protect` has written.")],
-    nodes: NodesArgument,
-    shard: Annotated[str, typer.Option("--shard", help="The group of ranks whose node is lost.")],
-    out: Annotated[Path, typer.Option("--out", help="Directory for the checkpoint.")],
-    token_file: TokenOption,
-    ca: CaOption = "",
-) -> None:
-    """Take a lost shard back from parity and the nodes that are left."""
-    token = _token(token_file)
-    typer.echo(f"{flowcheck.restore_shard(path, nodes, out, token=token, shard=shard, ca=ca)}: every hash checked")
-
-
 def _add_instruments() -> None:
     """The lab's commands; where the package is not installed, commands of those names that say how to get it."""
     try:

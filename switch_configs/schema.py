@@ -211,8 +211,8 @@ class Source(_Strict):
     why: Text = ""
 
 
-class MirrorSession(_Strict):
-    """One mirror session on one switch: everything that rendering and applying need. split_directions: the leaf's."""
+class Mirror(_Strict):
+    """What a session mirrors, and where to."""
 
     leaf: Host
     vendor: Vendor
@@ -228,14 +228,6 @@ class MirrorSession(_Strict):
     copies: float = 1.0
     why: list[Text] = []
     undo_minutes: Annotated[int, Field(ge=1, le=60)] = 5
-    address: Address | None = None
-    ssh_port: Annotated[int, Field(ge=1, le=65535)] = 22
-    bridge: Port | None = None
-    netns: Name | None = None
-    ovs_rundir: str | None = None
-    split_directions: bool = False
-    # tc only; kernels without matchall need u32, and only trying tells
-    classifier: Literal["matchall", "u32"] = "matchall"
 
     @property
     def ports(self) -> list[str]:
@@ -244,6 +236,26 @@ class MirrorSession(_Strict):
     @property
     def ways(self) -> list[Literal["ingress", "egress"]]:
         return ways_of(self.direction)
+
+
+class Switch(_Strict):
+    """How the leaf is reached, and what it consents to: as in its entry of the topology."""
+
+    address: Address | None = None
+    ssh_port: Annotated[int, Field(ge=1, le=65535)] = 22
+    bridge: Port | None = None
+    netns: Name | None = None
+    ovs_rundir: str | None = None
+    split_directions: bool = False
+
+
+class MirrorSession(Switch, Mirror):
+    """One mirror session on one switch: everything that rendering and applying need, flat in a plan's file.
+
+    classifier: of tc only. Kernels without matchall need u32, and only trying tells.
+    """
+
+    classifier: Literal["matchall", "u32"] = "matchall"
 
 
 class NodeShare(_Strict):

@@ -22,10 +22,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flowcheck.plan.answer import Inputs
-from flowcheck.plan.cluster import OPTIONS, Cluster, read_cluster
-from flowcheck.plan.goodput import Row, answer, evaluate
-from flowcheck.plan.sensitivity import break_even
+from flowcheck.plan.answers.answer import Inputs
+from flowcheck.plan.goodput.cluster import OPTIONS, Cluster, read_cluster
+from flowcheck.plan.goodput.goodput import Row, answer, evaluate
+from flowcheck.plan.goodput.sensitivity import break_even
 
 __all__ = ["BLOCK", "ROOT", "TABLES", "facts", "main", "pages", "stated", "written"]
 
@@ -114,12 +114,12 @@ def _systems() -> list[str]:
 
 def _case() -> str:
     one = _cluster()
-    job = f"{one.parameters / 1e9:g} billion parameters, HSDP on {one.gpus} GPUs"
+    job = f"{one.job.parameters / 1e9:g} billion parameters, HSDP on {one.job.gpus} GPUs"
     return (
-        f"What `flowcheck plan goodput` says of one job: {job}, {one.failures_per_day:g} failures a day,"
-        f" {one.storage / 1e9:g} GB/s of storage. What the job loses is servers that do not train. What FlowCheck costs"
-        f" besides is its {one.nodes} nodes, which fail as often as hosts do. The command prints all inputs, and where"
-        " each comes from."
+        f"What `flowcheck plan goodput` says of one job: {job}, {one.failures.failures_per_day:g} failures a day,"
+        f" {one.speeds.storage / 1e9:g} GB/s of storage. What the job loses is servers that do not train. What"
+        f" FlowCheck costs besides is its {one.flowcheck.nodes} nodes, which fail as often as hosts do. The command"
+        " prints all inputs, and where each comes from."
     )
 
 

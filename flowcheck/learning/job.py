@@ -157,12 +157,13 @@ def _job(chosen: Candidate, bootstrap: Bootstrap, hints: Hints) -> Job:
     if all(r == rings[0] for r in rings):
         rings = [] if rings[0] == list(range(h.ranks)) else rings[:1]
     parents = hints.given.communicator.parent_ranks if hints.given else parents_of(h.ranks, h.connections)
+    tried = h.variant
     communicator = Communicator(
-        ranks=h.ranks, nccl_version=h.version, protocol=protocol, algorithm=algorithm, channels=h.channels,
-        rings=rings, mtu=h.mtu, adaptive_routing=any(on.connection.pairs for on in h.connections),
+        ranks=h.ranks, nccl_version=tried.version, protocol=protocol, algorithm=algorithm, channels=tried.channels,
+        rings=rings, mtu=tried.mtu, adaptive_routing=any(on.connection.pairs for on in h.connections),
         qps_per_connection=len(first.flows) // first.devices, split_data_on_qps=first.used > first.devices,
         devices=first.devices, parent_ranks=list(parents),
-        buffer_bytes={name: 8 * size for name, size in zip(("ll", "ll128", "simple"), h.slot_bytes, strict=True)},
+        buffer_bytes={name: 8 * size for name, size in zip(("ll", "ll128", "simple"), tried.slot_bytes, strict=True)},
     )
     if hints.optimizer is not None and not program.model:
         raise UserError(

@@ -2,31 +2,35 @@
 
     parse_log(text) -> LogFacts           merge(facts, ...) for the logs of several ranks
 
-Pure over any text: lines that are not understood are skipped, numbers are bounded, nothing raises. Line forms:
-nccl-wire.md 6.3. A log does not tie a channel to a QP number, so it completes the traffic, it does not replace it.
+Lines are read by flowcheck/job/nccl_lines.py, which has their forms. Pure over any text: lines that are not understood
+are skipped, numbers are bounded, nothing raises. A log does not tie a channel to a QP number, so it completes the
+traffic, it does not replace it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from flowcheck.job.nccl_lines import (
+    CHANNELS_MAX,
+    LINE_MAX,
+    LINES_MAX,
+    RANKS_MAX,
+    channels_in,
+    choice_in,
+    comm_in,
+    edge_in,
+    line_of,
+    network_in,
+    order_in,
+    queue_pair_in,
+    registers_buffers,
+    version_in,
+)
+
 __all__ = ["LogFacts", "merge", "parse_log"]
 
-LINES_MAX = 1 << 20
-LINE_MAX = 4096
-RANKS_MAX = 65536
-CHANNELS_MAX = 64
-
-_PREFIX = re.compile(r"(?P<who>[^\s:]+:\d+):\d+\s+\[-?\d+\]\s+NCCL\s+(?:INFO|WARN|TRACE)\s+(?P<text>.*)")
-_VERSION = re.compile(r"NCCL version (\d{1,2}\.\d{1,2}\.\d{1,3})\b")
-_RANK = re.compile(r"\brank (\d{1,6}) n[rR]anks (\d{1,6})\b")
-_CHANNEL_RING = re.compile(r"^Channel (\d{1,3})/(\d{1,3}) ?:((?:\s+\d{1,6})+)\s*(\.\.\.)?\s*$")
-_RING = re.compile(r"^Ring (\d{1,3}) : (\d{1,6}) -> (\d{1,6}) -> (\d{1,6})")
-_QPN = re.compile(r"NET/IB ?:.*?\bqpn (\d{1,8})\b|QP created:.*?qp_num=(\d{1,8})")
-_COLL = re.compile(r"(\d{1,3}) coll channels, \d{1,3} (?:collnet|nvls|fixed nvls) channels")
-_CHOICE = re.compile(r"(?:(\w+): )?(\d{1,18}) Bytes -> Algo (\w+) proto (\w+)")
 NETWORKS = ("IB", "IBext", "IBext_v7", "IBext_v8", "IBext_v9", "IBext_v10")
 # NCCL names its choices by number or by word.
 ALGORITHMS = {
@@ -83,24 +87,23 @@ def parse_log(text: str) -> LogFacts:
     facts = LogFacts()
     ranks: dict[str, int] = {}
     named: list[tuple[str, int]] = []
-    for line in text.splitlines()[:LINES_MAX]:
-        version = _VERSION.search(line[:LINE_MAX])
-        if version:
-            facts.saw_version(version[1])
-        match = _PREFIX.search(line[:LINE_MAX])
-        if match is None:
+    for text_of_line in text.splitlines()[:LINES_MAX]:
+        version = version_in(text_of_line[:LINE_MAX])
+        if version is not None:
+            facts.saw_version(version)
+        line = line_of(text_of_line[:LINE_MAX])
+        if line is None:
             continue
-        process, said = match["who"], match["text"].strip()
-        rank = _RANK.search(said)
-        if rank and int(rank[1]) < int(rank[2]) <= RANKS_MAX:
-            ranks.setdefault(process, int(rank[1]))
-            facts.ranks = max(facts.ranks, int(rank[2]))
-        qpn = _QPN.search(said)
-        if qpn and "set_ece=" not in said:  # 2.20 to 2.26 print the peer's number there
-            named.append((process, int(qpn[1] or qpn[2])))
-        _ring(facts, said)
-        _settings(facts, said)
-        _choice(facts, said)
+        comm = comm_in(line.said)
+        if comm is not None and comm.rank < comm.ranks <= RANKS_MAX:
+            ranks.setdefault(line.process, comm.rank)
+            facts.ranks = max(facts.ranks, comm.ranks)
+        made = queue_pair_in(line.said)
+        if made is not None:
+            named.append((line.process, made.number))
+        _ring(facts, line.said)
+        _settings(facts, line.said)
+        _choice(facts, line.said)
     for process, number in named:
         if process in ranks and 0 < number < 1 << 24:
             facts.qpns.setdefault(ranks[process], set()).add(number)
@@ -129,46 +132,43 @@ def merge(parts: Iterable[LogFacts]) -> LogFacts:
 
 
 def _ring(facts: LogFacts, said: str) -> None:
-    whole, edge, counted = _CHANNEL_RING.match(said), _RING.match(said), _COLL.search(said)
-    if whole and int(whole[1]) < CHANNELS_MAX and not whole[4]:
-        ring = [int(word) for word in whole[3].split()]
-        if len(ring) > 1 and sorted(ring) == list(range(len(ring))):
-            facts.edges.setdefault(int(whole[1]), {}).update(zip(ring, ring[1:] + ring[:1], strict=True))
-            facts.channels = max(facts.channels, min(int(whole[2]), CHANNELS_MAX))
-    elif edge and int(edge[1]) < CHANNELS_MAX:
-        before, me, after = int(edge[2]), int(edge[3]), int(edge[4])
-        facts.edges.setdefault(int(edge[1]), {}).update({before: me, me: after})
-    elif counted:
-        facts.channels = max(facts.channels, min(int(counted[1]), CHANNELS_MAX))
+    order, edge, count = order_in(said), edge_in(said), channels_in(said)
+    if order is not None:
+        ring = order.ring
+        if order.whole and order.channel < CHANNELS_MAX and len(ring) > 1 and sorted(ring) == list(range(len(ring))):
+            facts.edges.setdefault(order.channel, {}).update(zip(ring, ring[1:] + ring[:1], strict=True))
+            facts.channels = max(facts.channels, min(order.channels, CHANNELS_MAX))
+    elif edge is not None and edge.channel < CHANNELS_MAX:
+        facts.edges.setdefault(edge.channel, {}).update({edge.before: edge.me, edge.me: edge.after})
+    elif count is not None:
+        facts.channels = max(facts.channels, min(count, CHANNELS_MAX))
 
 
 def _settings(facts: LogFacts, said: str) -> None:
-    lowered = said.lower()
-    if "registered" in lowered and "buffer" in lowered and ("net" in lowered or "ub" in lowered.split()):
+    if registers_buffers(said):
         facts.refuse(
             "NCCL registers user buffers for the network: writes then go into tensors, not into the slots that are "
             "followed here", "run the job with NCCL_LOCAL_REGISTER=0 and NCCL_GRAPH_REGISTER=0",
         )
-    if "using network " in lowered:
-        name = said.split("etwork", 1)[1].split()[:1]
-        if name and name[0].strip(".") not in NETWORKS:
-            facts.refuse(
-                f"the job's network is {name[0][:40]!r}, not RDMA over IB verbs: its wire format is another one",
-                "run the job with NCCL_NET=IB",
-            )
+    name = (network_in(said) or "").split()[:1]
+    if name and name[0].strip(".") not in NETWORKS:
+        facts.refuse(
+            f"the job's network is {name[0][:40]!r}, not RDMA over IB verbs: its wire format is another one",
+            "run the job with NCCL_NET=IB",
+        )
 
 
 def _choice(facts: LogFacts, said: str) -> None:
-    chosen = _CHOICE.search(said)
+    chosen = choice_in(said)
     if chosen is None:
         return
-    algorithm = ALGORITHMS.get(chosen[3].upper(), chosen[3][:20])
-    protocol = PROTOCOLS.get(chosen[4].upper(), chosen[4][:20])
-    facts.choices.append((chosen[1] or "", int(chosen[2]), algorithm, protocol))
+    algorithm = ALGORITHMS.get(chosen.algorithm.upper(), chosen.algorithm[:20])
+    protocol = PROTOCOLS.get(chosen.protocol.upper(), chosen.protocol[:20])
+    facts.choices.append((chosen.function, chosen.nbytes, algorithm, protocol))
     if algorithm in SWITCHES:
         facts.refuse(
-            f"NCCL chose {algorithm} for {chosen[1] or 'a call'} of {chosen[2]} bytes, which puts no ring or tree "
-            "of this wire model on the network", f"run the job with NCCL_{SWITCHES[algorithm]}_ENABLE=0",
+            f"NCCL chose {algorithm} for {chosen.function or 'a call'} of {chosen.nbytes} bytes, which puts no ring or "
+            "tree of this wire model on the network", f"run the job with NCCL_{SWITCHES[algorithm]}_ENABLE=0",
         )
 
 

@@ -56,7 +56,7 @@ def items_of(chosen: Candidate, job: Job, log: LogFacts, hints: Hints, doubts: S
     sure = "given" if hints.version else "certain" if log.version else "probable"
     items.append(Item(
         "nccl_version", c.nccl_version, sure,
-        f"{h.version_reason}; one version of its family, whose calls have the same layout",
+        f"{h.variant.version_reason}; one version of its family, whose calls have the same layout",
     ))
     items.append(Item("protocol", c.protocol, "certain", _protocol_reason(placed, c.protocol)))
     if c.ranks == 2 or c.algorithm != "ring":

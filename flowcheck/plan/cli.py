@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from flowcheck.plan.capacity_cli import capacity
-from flowcheck.plan.goodput_cli import goodput
-from flowcheck.plan.holders_cli import holders
-from flowcheck.plan.loss_cli import loss
-from flowcheck.plan.report_cli import report
-from flowcheck.plan.verify_cli import verify
+from flowcheck.plan.capacity.capacity_cli import capacity
+from flowcheck.plan.goodput.goodput_cli import goodput
+from flowcheck.plan.holders.holders_cli import holders
+from flowcheck.plan.loss.loss_cli import loss
+from flowcheck.plan.report.report_cli import report
 
 __all__ = ["plan"]
 
@@ -22,5 +21,4 @@ plan.command()(loss)
 plan.command()(capacity)
 plan.command()(goodput)
 plan.command()(holders)
-plan.command()(verify)
 plan.command()(report)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowcheck.job.model import Communicator
-from flowcheck.plan import loss_law as law
-from flowcheck.plan.wire_volume import Call, reduced_packets
+from flowcheck.plan.traffic import loss_law as law
+from flowcheck.plan.traffic.wire_volume import Call, reduced_packets
 from lab.losses import MTU, Copies, copies_of, count_incomplete
 from lab.network.impair import Event
 from lab.shape import FabricConfig

@@ -9,7 +9,7 @@
 Source: Gemini (SOSP'23), Algorithm 1. Every machine keeps its own state and replicas - 1 of others, so none has room
 for more. Pieces that need each other never lie in one leaf while another leaf has room: where any way to fill groups of
 these sizes keeps each of them on different leaves, `spread` finds one. What survives how likely:
-flowcheck/plan/placement.py. Pure functions.
+flowcheck/plan/holders/placement.py. Pure functions.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Candidate:
         """By its rules over other connections or rings."""
         both = topology.ranks == 2 or self.hypothesis.tree
         return Walk(
-            topology, [*connections], self.hypothesis.mtu, algorithms=("ring", "tree") if both else ("ring",)
+            topology, [*connections], self.hypothesis.variant.mtu, algorithms=("ring", "tree") if both else ("ring",)
         )
 
     @property
@@ -86,14 +86,15 @@ class Search:
         for number, h in enumerate(hypotheses):
             if self.progress is not None and number % 16 == 0:
                 self.progress(number, len(hypotheses))
+            tried = h.variant
             self.failure.where = (
-                f"{h.about or f'{h.ranks} ranks'}, NCCL {h.version}, {h.channels} channel{'s' * (h.channels > 1)}, "
-                f"{h.algorithms[0]}"
-                + " first" * (len(h.algorithms) > 1)
+                f"{h.about or f'{h.ranks} ranks'}, NCCL {tried.version}, "
+                f"{tried.channels} channel{'s' * (tried.channels > 1)}, "
+                f"{tried.algorithms[0]}{' first' * (len(tried.algorithms) > 1)}"
             )
             try:
                 if kind is announced:
-                    key = h.ranks, h.version, h.channels
+                    key = h.ranks, h.variant.version, h.variant.channels
                     if key not in gathers:
                         gathers[key] = begins(h.walk(self.budget), self.failure)
                     if not gathers[key] or _same_plans(h, found):
@@ -128,7 +129,8 @@ class Search:
             return found + self.candidates(allreduce_alone, split)
         first = found[0]
         for h in split:  # the same calls, with rank 0 at another place
-            if (h.version, h.channels) == (first.hypothesis.version, first.hypothesis.channels):
+            one, other = h.variant, first.hypothesis.variant
+            if (one.version, one.channels) == (other.version, other.channels):
                 if replayed(h.walk(self.budget), first.program):
                     found.append(Candidate(h, first.program))
         return found
@@ -188,8 +190,8 @@ class Search:
 def _same_plans(h: Hypothesis, found: Sequence[Candidate]) -> bool:
     """Does this hypothesis lay out every call of what the same connections were explained with just as that one did?
     Then it explains the same, and the messages need not be compared again."""
-    alike = (h.proposal, h.algorithms)
-    known = [f for f in found if (f.hypothesis.proposal, f.hypothesis.algorithms) == alike]
+    alike = (h.proposal, h.variant.algorithms)
+    known = [f for f in found if (f.hypothesis.proposal, f.hypothesis.variant.algorithms) == alike]
     return bool(known) and all(
         _segments(h.topology, call) == _segments(f.hypothesis.topology, call) for f in known for call in f.program.calls
     )
@@ -221,8 +223,8 @@ DIFFERENCES: tuple[tuple[str, Callable[[Candidate], Any], str, bool], ...] = (
     ("the sizes of the calls", _sizes, "--buckets", True),
     ("where an iteration ends", lambda f: (f.program.iterations, f.program.cut), "--buckets", False),
     ("shapes", lambda f: str([e.shape for e in f.program.model]), "--job", False),
-    ("the number of channels", lambda f: f.hypothesis.channels, "--nccl-log", False),
-    ("the NCCL version", lambda f: f.hypothesis.version, "--nccl-version or --nccl-log", True),
+    ("the number of channels", lambda f: f.hypothesis.variant.channels, "--nccl-log", False),
+    ("the NCCL version", lambda f: f.hypothesis.variant.version, "--nccl-version or --nccl-log", True),
     ("the connections", lambda f: sorted(on.connection.name() for on in f.hypothesis.connections), "--job", False),
 )
 
@@ -247,8 +249,8 @@ def only(found: Sequence[Candidate]) -> Candidate:
     texts = list(dict.fromkeys(f"{f.described()};" for f in distinct))
     if len(texts) == 1:  # same calls, other chunk layout
         texts = list(dict.fromkeys(
-            f"{f.described()} as NCCL {f.hypothesis.version} lays them out on {f.hypothesis.channels} channels;"
-            for f in distinct
+            f"{f.described()} as NCCL {one.version} lays them out on {one.channels} channels;"
+            for f in distinct for one in (f.hypothesis.variant,)
         ))
     few = [*texts[: SHOWN - 1], texts[-1]] if len(texts) > SHOWN else texts
     listed = " ".join(f"({i}) {text}" for i, text in enumerate(few, 1))

@@ -27,7 +27,7 @@ from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import LogFacts
 from flowcheck.learning.messages import Flow, head_flags
 from flowcheck.learning.search.ranks import by_traffic, from_zero, longest_path
-from flowcheck.learning.search.walk import AR_THRESHOLD, DEFAULT_SLOTS, Hypothesis
+from flowcheck.learning.search.walk import AR_THRESHOLD, DEFAULT_SLOTS, Hypothesis, Variant
 from parser.nccl import TABLE, Chunks, Parts, span
 
 __all__ = ["of_flows", "proposals", "variants"]
@@ -210,10 +210,8 @@ def variants(groups: Sequence[Sequence[Hypothesis]], log: LogFacts, hints: Hints
             for version in versions:
                 for channels in [max(known, used)] if known else range(used, 2 * used + 1):
                     for algorithms in _algorithms(h, log, hints):
-                        yield replace(
-                            h, group=number, proposal=proposal, version=version, version_reason=why, channels=channels,
-                            slot_bytes=slots, mtu=mtu, algorithms=algorithms,
-                        )
+                        variant = Variant(version, why, channels, slots, mtu, algorithms)
+                        yield replace(h, group=number, proposal=proposal, variant=variant)
 
 
 def _algorithms(h: Hypothesis, log: LogFacts, hints: Hints) -> list[tuple[str, ...]]:

@@ -47,29 +47,8 @@ class _Labels:
 
 def by_traffic(found: Sequence[Connection], log: LogFacts, hints: Hints) -> Iterator[Hypothesis]:
     """A hypothesis for each place and number of ranks that fits. Raises UserError: no collective, or no structure."""
-    usable = [c for c in found if not c.point_to_point and (c.layout or c.imm_order or c.empty_part) and c.total]
-    parts = next((c for c in found if c.unsure and any(m.imm for m in c.pieces())), None)
-    if not usable and parts is not None:
-        raise UserError(
-            f"no whole message of an NCCL collective is in the captures: {parts.unsure}", where=parts.name(),
-            remedy="mirror all ports of a merged NIC in both directions: clear-to-send says which belong together",
-        )
-    if not usable:
-        raise UserError(
-            "no NCCL collective is in the captures: no write with NCCL's immediate, none announced by clear-to-send",
-            remedy="mirror the ports that carry the gradients; `flowcheck inspect` shows what is there. Encrypted "
-            "traffic (MACsec, IPsec) cannot be read: switch it off or mirror after the decryption",
-        )
-    usable, strangers = _strangers(usable)
-    shapes = {(len(c.flows), c.used, c.devices) for c in usable}
-    if len(shapes) > 1 and not any(c.unsure for c in usable):
-        few, many = (min(usable, key=lambda c: len(c.flows)), max(usable, key=lambda c: len(c.flows)))
-        raise UserError(
-            f"connections have different numbers of QPs: {len(few.flows)} and {len(many.flows)}; every connection of "
-            "a job has as many, so some are not in the capture, or it holds several jobs",
-            where=f"{few.name()}; {many.name()}",
-            remedy="mirror all ports of the rank, capture the TCP bootstrap too, or name the flows in a manifest",
-        )
+    usable, strangers = _strangers(_usable(found))
+    _need_one_shape(usable)
     edges: dict[tuple[str, str], list[Connection]] = {}
     for c in sorted(usable, key=lambda c: min(q.qpn for q in c.flows)):
         edges.setdefault((c.src, c.dst), []).append(c)
@@ -112,6 +91,37 @@ def by_traffic(found: Sequence[Connection], log: LogFacts, hints: Hints) -> Iter
             f"{labels.source} they are ranks {', '.join(str(r) for r in sorted(labels.ranks.values()))}",
             where="--rank" if hints.ranks else "NCCL's log",
             remedy="ranks are those of this communicator, from 0 without gaps; a whole ring has a rank 0",
+        )
+
+
+def _usable(found: Sequence[Connection]) -> list[Connection]:
+    """Those that carry calls of a collective. Raises UserError where none does."""
+    usable = [c for c in found if not c.point_to_point and (c.layout or c.imm_order or c.empty_part) and c.total]
+    parts = next((c for c in found if c.unsure and any(m.imm for m in c.pieces())), None)
+    if not usable and parts is not None:
+        raise UserError(
+            f"no whole message of an NCCL collective is in the captures: {parts.unsure}", where=parts.name(),
+            remedy="mirror all ports of a merged NIC in both directions: clear-to-send says which belong together",
+        )
+    if not usable:
+        raise UserError(
+            "no NCCL collective is in the captures: no write with NCCL's immediate, none announced by clear-to-send",
+            remedy="mirror the ports that carry the gradients; `flowcheck inspect` shows what is there. Encrypted "
+            "traffic (MACsec, IPsec) cannot be read: switch it off or mirror after the decryption",
+        )
+    return usable
+
+
+def _need_one_shape(usable: Sequence[Connection]) -> None:
+    """Raises UserError for connections of different numbers of QPs."""
+    shapes = {(len(c.flows), c.used, c.devices) for c in usable}
+    if len(shapes) > 1 and not any(c.unsure for c in usable):
+        few, many = (min(usable, key=lambda c: len(c.flows)), max(usable, key=lambda c: len(c.flows)))
+        raise UserError(
+            f"connections have different numbers of QPs: {len(few.flows)} and {len(many.flows)}; every connection of "
+            "a job has as many, so some are not in the capture, or it holds several jobs",
+            where=f"{few.name()}; {many.name()}",
+            remedy="mirror all ports of the rank, capture the TCP bootstrap too, or name the flows in a manifest",
         )
 
 

@@ -29,7 +29,7 @@ from parser.trees import tree_of, tree_parent
 from parser.wire import CallPlan, Lane, edge_lane, plan_call
 
 __all__ = [
-    "AR_THRESHOLD", "DEFAULT_SLOTS", "Budget", "BudgetExceeded", "Hypothesis", "Observed", "Reader", "Walk",
+    "AR_THRESHOLD", "DEFAULT_SLOTS", "Budget", "BudgetExceeded", "Hypothesis", "Observed", "Reader", "Variant", "Walk",
     "tree_number",
 ]
 
@@ -62,6 +62,22 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What is tried of a proposal.
+
+    version: of NCCL, and version_reason: why this one. slot_bytes: of a step, by protocol.
+    algorithms: of AllReduce, the preferred one first.
+    """
+
+    version: str = ""
+    version_reason: str = ""
+    channels: int = 0
+    slot_bytes: tuple[int, int, int] = DEFAULT_SLOTS
+    mtu: int = 4096
+    algorithms: tuple[str, ...] = ("ring",)
+
+
+@dataclass(frozen=True)
 class Hypothesis:
     """An assumed structure of one communicator. Proposed as who talks to whom, then tried in variants.
 
@@ -71,9 +87,7 @@ class Hypothesis:
     what distinguishes it from its siblings, for refusals. qps: QP numbers and those of clear-to-send by (channel, src,
     dst), where they are named. ranks_by: who names the ranks. split: the tags are taken for numbers of a parent
     communicator. several: nothing says how many ranks there are. tree: AllReduce goes through a tree of more than two.
-
-    Of a variant: version (with its reason), channels, slot_bytes of a step by protocol, mtu, algorithms of AllReduce,
-    the preferred one first."""
+    """
 
     ranks: int
     rings: tuple[tuple[int, ...], ...]
@@ -90,24 +104,20 @@ class Hypothesis:
     tree: bool = False
     group: int = 0
     proposal: int = 0
-    version: str = ""
-    version_reason: str = ""
-    channels: int = 0
-    slot_bytes: tuple[int, int, int] = DEFAULT_SLOTS
-    mtu: int = 4096
-    algorithms: tuple[str, ...] = ("ring",)
+    variant: Variant = Variant()
 
     @cached_property
     def topology(self) -> Topology:
-        """Of a variant, as the wire model wants it."""
-        rings = self.rings * self.channels if len(self.rings) == 1 else self.rings
-        return Topology(self.version, self.ranks, self.channels, rings, self.slot_bytes)
+        """Of its variant, as the wire model wants it."""
+        one = self.variant
+        rings = self.rings * one.channels if len(self.rings) == 1 else self.rings
+        return Topology(one.version, self.ranks, one.channels, rings, one.slot_bytes)
 
     def walk(self, budget: Budget) -> Walk:
         """With no known number of channels, all that carry data are taken to be captured: nothing else tells."""
         return Walk(
-            self.topology, [*self.connections], self.mtu, all_channels=not self.connected or self.tree,
-            algorithms=self.algorithms, budget=budget,
+            self.topology, [*self.connections], self.variant.mtu, all_channels=not self.connected or self.tree,
+            algorithms=self.variant.algorithms, budget=budget,
         )
 
 

@@ -16,14 +16,16 @@ import pytest
 import torch
 
 import flowcheck
-from flowcheck.checkpoint.coding import parity as module
-from flowcheck.checkpoint.coding.parity import Protected, protect, restore_shard
+from flowcheck.checkpoint.coding import manual_parity, parity
+from flowcheck.checkpoint.coding.manual_parity import protect, restore_shard
+from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.directory import load_step
-from flowcheck.cli import app
 from flowcheck.control.tensors import TensorSpec
 from flowcheck.errors import EnvironmentProblem, UserError
 
 from ..hand_api import TOKEN, HandApi, HandVersion
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the names leave
 
 LENGTHS = {"stage0": 5, "stage1": 900, "stage2": 40}
 CUT = 512  # bytes of a piece: several of the longest stream
@@ -59,7 +61,7 @@ class Cluster:
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setattr(module, "PIECE", CUT)
+    monkeypatch.setattr(parity, "PIECE", CUT)
     with ExitStack() as stack:
         yield Cluster(stack)
 
@@ -244,16 +246,13 @@ def test_a_directory_that_cannot_have_its_name(cluster: Cluster, tmp_path: Path)
         assert "is not the name of a directory" in problem(UserError, asked, Path("a\0b"))
 
 
-def test_the_commands(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "token").write_text(TOKEN + "\n")
-    token = ["--token-file", str(tmp_path / "token")]
-    app(["protect", ",".join(cluster.names()), "--out", str(tmp_path / "p"), *token], standalone_mode=False)
-    said = capsys.readouterr().out
-    assert "step 7 of 3 shards ('stage0', 'stage1', 'stage2'); 1 may be lost" in said
-    app(["restore-shard", str(tmp_path / "p" / "step-000007.parity"), ",".join(cluster.names("stage1")), "--shard",
-         "stage1", "--out", str(tmp_path / "q"), *token], standalone_mode=False)
-    assert capsys.readouterr().out == f"{tmp_path}/q/step-000007: every hash checked\n"
-    assert load_step(tmp_path / "q" / "step-000007").step == 7
+def test_a_caller_is_warned_before_the_names_leave(cluster: Cluster, tmp_path: Path) -> None:
+    """And gets what he asked for as long as they are there."""
+    with pytest.warns(FutureWarning, match="flowcheck.protect"):
+        kept = flowcheck.protect(cluster.names(), tmp_path, token=TOKEN)
+    with pytest.warns(FutureWarning, match="flowcheck.restore_shard"):
+        path = flowcheck.restore_shard(kept.path, cluster.names(), tmp_path / "q", token=TOKEN, shard="stage1")
+    assert load_step(path).step == 7
 
 
 def test_tensors_of_several_widths_and_of_none() -> None:
@@ -262,10 +261,10 @@ def test_tensors_of_several_widths_and_of_none() -> None:
     memory = mmap.mmap(-1, 64)
     for at in (0, 3, 4, 6):
         memory[at : at + 8] = values.numpy().tobytes()
-        assert module._view(memory, at, TensorSpec("float32", (2, 1))).tolist() == [[1.5], [-2.0]]
-    none = module._view(memory, 1, TensorSpec("float64", (0, 3)))
+        assert manual_parity._view(memory, at, TensorSpec("float32", (2, 1))).tolist() == [[1.5], [-2.0]]
+    none = manual_parity._view(memory, 1, TensorSpec("float64", (0, 3)))
     assert (none.shape, none.dtype) == ((0, 3), torch.float64)
-    assert module._view(memory, 0, TensorSpec("int8", ())).shape == ()
+    assert manual_parity._view(memory, 0, TensorSpec("int8", ())).shape == ()
 
 
 def test_a_wrong_token_is_what_to_change(tmp_path: Path) -> None:

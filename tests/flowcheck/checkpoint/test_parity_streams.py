@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from flowcheck.checkpoint.coding import parity as module
+from flowcheck.checkpoint.coding import manual_parity, parity
 from flowcheck.checkpoint.coding.code import Code
+from flowcheck.checkpoint.coding.manual_parity import protect, restore_shard
 from flowcheck.checkpoint.coding.parity import (
     Padded,
     Protected,
     decode,
     encode,
     pieces_in,
-    protect,
-    restore_shard,
     source_of,
 )
 from flowcheck.checkpoint.directory import load_step, read_step_manifest
@@ -31,6 +30,8 @@ from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion, seal
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # the names leave
 
 GONE = "127.0.0.1:9"
 
@@ -51,7 +52,7 @@ def stream(one: HandVersion) -> bytes:
 
 @pytest.fixture
 def apis(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[HandApi]]:
-    monkeypatch.setattr(module, "PIECE", 256)
+    monkeypatch.setattr(parity, "PIECE", 256)
     with ExitStack() as stack:
         yield [stack.enter_context(HandApi(version(shard))) for shard in range(3)]
 
@@ -144,7 +145,7 @@ def test_a_source_that_is_gone_since_it_was_found_ends_the_round(apis: list[Hand
 
 
 def test_what_a_killed_process_left_aside_is_no_trouble(apis: list[HandApi], tmp_path: Path) -> None:
-    aside = module.partial_name(tmp_path / "step-000007.parity")
+    aside = parity.partial_name(tmp_path / "step-000007.parity")
     aside.mkdir()
     (aside / "stream-3.bin").write_bytes(b"half")
     kept = protect(names(apis), tmp_path, token=TOKEN)
@@ -249,7 +250,7 @@ def test_what_came_meanwhile_is_left_alone(
     """It was not there when the first byte was asked for."""
     letter = tmp_path / "q" / "step-000007" / "letter"
 
-    def files(folder: Path, rank: int, real: Any = module.file_of) -> Path:
+    def files(folder: Path, rank: int, real: Any = manual_parity.file_of) -> Path:
         letter.parent.mkdir(exist_ok=True)
         letter.write_text("dear")
         path: Path = real(folder, rank)
@@ -257,7 +258,7 @@ def test_what_came_meanwhile_is_left_alone(
 
     apis[0].versions[0].give(0, pack({"groups": [], "user": {}}, step=7, rank=0, ranks=1))
     kept = protect(names(apis), tmp_path / "p", token=TOKEN)
-    monkeypatch.setattr(module, "file_of", files)
+    monkeypatch.setattr(manual_parity, "file_of", files)
     with pytest.raises(UserError):
         restore_shard(kept.path, names(apis)[1:], tmp_path / "q", token=TOKEN, shard="s0")
     assert letter.read_text() == "dear" and list((tmp_path / "q").iterdir()) == [letter.parent]
@@ -266,7 +267,7 @@ def test_what_came_meanwhile_is_left_alone(
 def test_what_cannot_be_written_is_said_of_what_was_asked_for(apis: list[HandApi], tmp_path: Path) -> None:
     """And not of a name aside, which nobody knows."""
     kept = protect(names(apis), tmp_path / "p", token=TOKEN)
-    module.partial_name(tmp_path / "q" / "s0.stream").mkdir(parents=True)
+    parity.partial_name(tmp_path / "q" / "s0.stream").mkdir(parents=True)
     with pytest.raises(EnvironmentProblem, match="cannot be written") as refused:
         restore_shard(kept.path, names(apis)[1:], tmp_path / "q", token=TOKEN, shard="s0")
     assert refused.value.where == str(tmp_path / "q")
@@ -307,7 +308,7 @@ def test_a_stream_that_goes_on_is_refused(taken: int) -> None:
 
 
 def test_a_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 4)
+    monkeypatch.setattr(parity, "PIECE", 4)
     (tmp_path / "x").write_bytes(b"abcdefghij")
     with (tmp_path / "x").open("rb") as file:
         assert [bytes(one) for one in pieces_in(file)] == [b"abcd", b"efgh", b"ij"]

@@ -8,6 +8,8 @@ from flowcheck.errors import UserError
 from flowcheck.learning.captures import read_logs
 from flowcheck.learning.logs import merge, parse_log
 
+from ..job.nccl_text import VERSIONS, Shape, text
+
 LOG = """
 node-a:101:101 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.1<0>
 NCCL version 2.19.4+cuda12.2
@@ -34,6 +36,20 @@ def test_facts_of_a_log() -> None:
     assert facts.choices == [("", 20000, "ring", "ll")]
     assert facts.refused == []
     assert facts.ranks_of_addresses([("10.0.0.1", 1107), ("10.0.0.1", 4834), ("10.0.0.2", 9)]) == {"10.0.0.1": 0}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version(version: str) -> None:
+    """The lines of each release, of two ranks in one text, as a launcher gathers them."""
+    both = ""
+    for rank in (0, 1):
+        shape = Shape(rank=rank, queue_pairs=((1100 + rank, f"10.0.0.{rank}"),), trees=((-1, -1, -1, -1),))
+        both += text(shape, version).decode().replace("node-a:101", f"node-{rank}:7")
+    facts = parse_log(both)
+    assert (facts.version, facts.ranks, facts.channels) == (version, 4, 2)
+    assert facts.rings == [[0, 2, 1, 3]] * 2 and facts.refused == []
+    assert facts.qpns == {0: {1100}, 1: {1101}}
+    assert facts.ranks_of_addresses([("10.0.0.1", 1101), ("10.0.0.0", 1100)]) == {"10.0.0.1": 1, "10.0.0.0": 0}
 
 
 def test_rings_from_every_ranks_graph_lines() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding import parity as parity_module
-from flowcheck.checkpoint.coding.parity import Protected, protect
+from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.coding.rebuilding import PIECES, Place
 from flowcheck.control.ask import Node
 from flowcheck.control.tensors import TensorSpec
@@ -25,8 +25,9 @@ from flowcheck.node.protect import parity_shelf as module
 from flowcheck.node.protect.parity_shelf import BAD_SECONDS, FRESH_SECONDS, ParityShelf, StreamShelf
 from flowcheck.node.versions.holdings import Gone, Pressed
 
-from ..hand_api import KEY, TOKEN, HandApi, HandVersion
+from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import LONGEST, until
+from ..parity_round import parity_of
 
 COUNTS = (40, 90)
 
@@ -50,7 +51,7 @@ class Holder:
         for step in (6, 9):
             for shard, api in enumerate(self.apis):
                 api.versions.append(version(shard, step))
-            self.kept[step] = protect([one.name for one in self.apis], self.directory, token=TOKEN, parity=2, step=step)
+            self.kept[step] = parity_of(self.apis, self.directory, step)
         self.there, self.at = list(self.apis), 100.0
         self.shelf = ParityShelf(directory, lambda: [Node(one.address, KEY, LONGEST) for one in self.there], 1 << 30,
                                  lambda: self.at)
@@ -120,7 +121,7 @@ def test_an_epoch_goes_before_a_step(tmp_path: Path) -> None:
         holder = Holder(tmp_path, stack)
         for shard, api in enumerate(holder.apis):
             api.versions[:] = [version(shard, 3, epoch=1)]
-        protect([one.name for one in holder.apis], tmp_path / "run" / "epoch-1", token=TOKEN, parity=2)
+        parity_of(holder.apis, tmp_path / "run" / "epoch-1")
         assert holder.offered() == [(3, "s0"), (3, "s1"), (9, "s0"), (9, "s1"), (6, "s0"), (6, "s1")]
 
 

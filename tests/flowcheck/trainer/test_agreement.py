@@ -14,7 +14,7 @@ from flowcheck.trainer.nccl.log import Log, parse_log
 from flowcheck.trainer.nccl.profiler import Call, Communicator, ProxyOperation
 from flowcheck.trainer.nccl.profiler_calls import Calls
 
-from .nccl_text import Shape, text
+from ..job.nccl_text import Shape, text
 from .test_flight_recorder import entry, of
 from .test_profiler_calls import history
 

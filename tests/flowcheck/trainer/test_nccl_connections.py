@@ -18,7 +18,7 @@ from flowcheck.trainer.nccl.log import Log, parse_log
 from flowcheck.trainer.nccl.rdma import Gid, KernelQueuePair
 from lab.synth import example_job
 
-from .nccl_text import VERSIONS, Shape, text
+from ..job.nccl_text import VERSIONS, Shape, text
 
 
 def job_of(ranks: int = 3, version: str = "2.19.4", **more: Any) -> Job:

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.nccl.log import LINE_MAX, Hop, Log, LoggedQueuePair, Tree, parse_log, read_log
+from flowcheck.job.nccl_lines import LINE_MAX
+from flowcheck.trainer.nccl.log import Hop, Log, LoggedQueuePair, Tree, parse_log, read_log
 
-from .nccl_text import FORMATS, VERSIONS, Format, Shape, line, printed, text
+from ..job.nccl_text import FORMATS, VERSIONS, Format, Shape, line, printed, text
 
 NEWEST = VERSIONS[-1]
 

@@ -21,7 +21,7 @@ from flowcheck.trainer.nccl.sources import HELD, PATIENCE, Sources, sources_of
 from flowcheck.trainer.settings import nodes_of, token_of
 
 from ..hand_node import TOKEN, HandNode, until
-from .nccl_text import Shape, text
+from ..job.nccl_text import Shape, text
 from .test_flight_recorder import entry, of
 from .test_profiler_calls import FakePlugin, history
 

@@ -28,7 +28,7 @@ from flowcheck.checkpoint.coding.holders import (
     together,
 )
 from flowcheck.errors import UserError
-from flowcheck.plan.placement import code_survival, corollary_1, survival, union_bound
+from flowcheck.plan.holders.placement import code_survival, survival, union_bound
 
 
 def partitions(total: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
@@ -215,8 +215,6 @@ def test_every_subset_of_holders_is_killed(machines: int, replicas: int) -> None
             measured = sum(good) / len(sets)
             assert measured == pytest.approx(survival(placement, count), abs=1e-12)
             assert measured >= union_bound(placement, count) - 1e-12
-            if machines % replicas == 0 and placement.strategy == "group":
-                assert measured >= corollary_1(machines, replicas, count) - 1e-12
 
 
 def test_bound_and_exact_form_part_where_the_paper_does_not_say() -> None:
@@ -228,7 +226,7 @@ def test_bound_and_exact_form_part_where_the_paper_does_not_say() -> None:
         found[count] = [sum(map(one.recovered, sets)) / math.comb(16, count) for one in (group, circle)]
     for count, both in {2: (0.9333, 0.8667), 3: (0.8, 0.6286), 4: (0.6154, 0.3626)}.items():
         assert found[count] == pytest.approx(both, abs=5e-5)
-    assert corollary_1(16, 2, 4) == pytest.approx(0.6) and union_bound(circle.placement, 3) == pytest.approx(0.6)
+    assert union_bound(group.placement, 4) == union_bound(circle.placement, 3) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("machines", range(2, 9))

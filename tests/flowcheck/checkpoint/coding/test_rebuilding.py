@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding import parity as parity_module
-from flowcheck.checkpoint.coding.parity import Protected, protect
+from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.coding.rebuilding import (
     PIECES,
     Pieces,
@@ -28,8 +28,9 @@ from flowcheck.control.ask import COPY, DISK, MEMORY, SECONDS, AskError, Node, O
 from flowcheck.control.version import MODEL
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 
-from ...hand_api import KEY, TOKEN, HandApi, HandVersion
+from ...hand_api import KEY, HandApi, HandVersion
 from ...hand_node import LONGEST, until
+from ...parity_round import parity_of
 
 CUT = 512  # bytes of a piece of all streams
 COUNTS = {"s0": 200, "s1": 230}
@@ -55,7 +56,7 @@ def apis() -> Iterator[list[HandApi]]:
 @pytest.fixture
 def kept(apis: list[HandApi], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Protected:
     monkeypatch.setattr(parity_module, "PIECE", CUT)
-    return protect([one.name for one in apis], tmp_path, token=TOKEN, parity=2)
+    return parity_of(apis, tmp_path)
 
 
 def node_of(api: HandApi) -> Node:

@@ -8,12 +8,31 @@ from collections.abc import Sequence
 from flowcheck.checkpoint.coding import galois
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.shape import DATA, PARITY, SHARE, Shape, data_nodes, moves, parity_nodes
-from flowcheck.plan.coding import law_volume, printed_volume
 
 SHAPES = [
     Shape(nodes, data, workers)
     for nodes in range(2, 13) for workers in range(1, 9) for data in range(1, nodes) if nodes * workers % data == 0
 ]
+
+
+def printed_volume(shape: Shape) -> int:
+    """Packets that cross between workers for one checkpoint, as ECCheck prints it: m W."""
+    return shape.parity * shape.nodes * shape.workers
+
+
+def law_volume(shape: Shape) -> int:
+    """m W, and what a data group's own node does not hold of it although it could: sum over j of (g - overlap_j)."""
+    return printed_volume(shape) + sum(
+        shape.workers - shape.overlap(node, group) for group, node in enumerate(data_nodes(shape)))
+
+
+def test_pulling_everything_costs_the_same_where_each_group_holds_a_whole_node() -> None:
+    """A parity node that pulls all packets: m (W - g) + (W - k g)."""
+    for shape in SHAPES:
+        if law_volume(shape) == printed_volume(shape):
+            workers = shape.nodes * shape.workers
+            pulled = shape.parity * (workers - shape.workers) + workers - shape.data * shape.workers
+            assert pulled == sum(1 for _ in moves(shape)), shape
 
 
 def test_the_sweep_finds_the_largest_overlap() -> None:

@@ -1,0 +1,1 @@
+"""What every planning command says, and how it is printed and drawn."""

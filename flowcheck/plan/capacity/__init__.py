@@ -1,0 +1,1 @@
+"""`flowcheck plan capacity`: a job, a node, its stages and its ports."""

@@ -1,0 +1,1 @@
+"""`flowcheck plan goodput`: checkpointing systems under failures, by formula and by simulation."""

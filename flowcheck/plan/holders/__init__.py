@@ -1,0 +1,1 @@
+"""`flowcheck plan holders`: which machine keeps what, and which losses everything survives."""

@@ -1,0 +1,1 @@
+"""Jobs by name, and whether a node can follow such a job."""

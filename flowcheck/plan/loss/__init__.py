@@ -1,0 +1,1 @@
+"""`flowcheck plan loss`."""

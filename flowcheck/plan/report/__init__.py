@@ -1,0 +1,1 @@
+"""`flowcheck plan report`: the answers as one page."""

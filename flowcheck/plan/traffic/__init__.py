@@ -1,0 +1,1 @@
+"""What a job puts on the wire, and what a mirror loses of it."""
