@@ -33,7 +33,8 @@ CYTHON_MODULES = ("arenas", "machine", "observer")
 #: Pure Python that is compiled too: libFuzzer sees the branches of compiled code only.
 PYTHON_MODULES = (
     "dataplane/capturefile.py", "dataplane/pcapfile.py", "dataplane/pcapng.py", "flowcheck/learning/bootstrap.py",
-    "flowcheck/control/protocol.py", "flowcheck/control/messages.py",
+    "flowcheck/control/protocol.py", "flowcheck/control/link.py", "flowcheck/control/messages.py",
+    "flowcheck/control/message_fields.py",
 )
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 COMMON = ["-g1", "-O1", "-fno-omit-frame-pointer", "-DFC_DEBUG=1", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION", "-w"]

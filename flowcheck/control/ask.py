@@ -36,10 +36,10 @@ from typing import Any
 import torch
 
 from flowcheck.control.divergence import Divergence
+from flowcheck.control.link import MAGIC
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.pace import Pace
 from flowcheck.control.proof import PROOF, Proven, answered, authorization, nonce_in, place_of
-from flowcheck.control.protocol import MAGIC
 from flowcheck.control.receiving import RATE, SECONDS, AskError, Hashing, Received, Stream
 from flowcheck.control.start import Key, line_of
 from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places

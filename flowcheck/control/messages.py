@@ -6,12 +6,29 @@ themselves further when they are made, on both sides: UserError names the field.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.control.message_fields import (
+    MOST_RANGES,
+    MOST_RANKS,
+    MOST_SHARES,
+    NODE_ID,
+    PATCH_BYTES,
+    PEER_BYTES,
+    PEER_SECONDS,
+    RANGES_TEXT,
+    Range,
+    Share,
+    Span,
+    check_count,
+    check_iteration,
+    checked_ranges,
+    checked_share,
+    checked_spans,
+)
 from flowcheck.errors import UserError
-from flowcheck.job.form import INTEGER_LIMIT, shown
+from flowcheck.job.form import shown
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
@@ -23,23 +40,6 @@ __all__ = [
 PROTOCOL = "flowcheck/records/1"
 RESYNC = ("state", "ranges")
 ROLES = ("trainer", "peer")
-MOST_RANKS = 65536
-MOST_RANGES = 16384  # in one message
-MOST_ITERATIONS = 1 << 46  # a word of a replica's file has room for more
-RANGES_TEXT = 2 << 20  # bytes of JSON that a trainer reads at once
-PATCH_BYTES = 64 << 20  # of state that a rank gives at one boundary
-PEER_BYTES = 64 << 20  # of an arena that a peer is asked for at once
-PEER_SECONDS = 10.0  # that a peer may wait for an answer
-CELL = 8  # bytes of an arena that are there or not
-MOST_SHARES = 64  # groups of which a node says what it has
-MOST_STEPS = 16  # of each: a replica has 4 slots
-NODE_ID, GROUP = re.compile("[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9_.]{0,32}")
-
-Share = tuple[str, int, str, list[int]]  # run id, epoch, group, steps of its complete versions
-Span = tuple[int, int]  # first byte in an iteration's arena, bytes
-Range = tuple[str, int, int]  # entry of the model, first element, elements; of the entry in row-major order
-
-
 @dataclass
 class Challenge:
     """Node, first. nonce: 32 random bytes, hexadecimal."""
@@ -105,7 +105,7 @@ class Manifest:
     first: int = 0
 
     def __post_init__(self) -> None:
-        _iteration(self.first, "manifest: first")
+        check_iteration(self.first, "manifest: first")
 
 
 @dataclass
@@ -118,7 +118,7 @@ class State:
     groups: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _iteration(self.iteration, "state: iteration")
+        check_iteration(self.iteration, "state: iteration")
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Record:
     sample: str = ""
 
     def __post_init__(self) -> None:
-        _iteration(self.iteration, "record: iteration")
+        check_iteration(self.iteration, "record: iteration")
 
 
 @dataclass
@@ -152,8 +152,8 @@ class Ranges:
     ranges: list[Any]
 
     def __post_init__(self) -> None:
-        _count(self.request, "ranges: request")
-        self.ranges = _ranges(self.ranges, "ranges: ranges")
+        check_count(self.request, "ranges: request")
+        self.ranges = checked_ranges(self.ranges, "ranges: ranges")
         if not self.ranges:
             raise UserError("asks for nothing", where="ranges: ranges")
 
@@ -172,9 +172,9 @@ class Patch:
     refused: str = ""
 
     def __post_init__(self) -> None:
-        _count(self.request, "patch: request")
-        _iteration(self.iteration, "patch: iteration")
-        self.ranges = _ranges(self.ranges, "patch: ranges")
+        check_count(self.request, "patch: request")
+        check_iteration(self.iteration, "patch: iteration")
+        self.ranges = checked_ranges(self.ranges, "patch: ranges")
         if bool(self.ranges) == bool(self.refused):
             raise UserError("either ranges, or why they are refused", where="patch: refused")
 
@@ -192,9 +192,9 @@ class Holes:
     seconds: float
 
     def __post_init__(self) -> None:
-        _count(self.request, "holes: request")
-        _iteration(self.iteration, "holes: iteration")
-        self.ranges = _spans(self.ranges, "holes: ranges")
+        check_count(self.request, "holes: request")
+        check_iteration(self.iteration, "holes: iteration")
+        self.ranges = checked_spans(self.ranges, "holes: ranges")
         if not self.ranges:
             raise UserError("asks for nothing", where="holes: ranges")
         if not 0 < self.seconds <= PEER_SECONDS:
@@ -214,9 +214,9 @@ class Bytes:
     why: str = ""
 
     def __post_init__(self) -> None:
-        _count(self.request, "bytes: request")
-        _iteration(self.iteration, "bytes: iteration")
-        self.ranges = _spans(self.ranges, "bytes: ranges")
+        check_count(self.request, "bytes: request")
+        check_iteration(self.iteration, "bytes: iteration")
+        self.ranges = checked_spans(self.ranges, "bytes: ranges")
         if bool(self.ranges) == bool(self.why):
             raise UserError("either ranges, or why there are none", where="bytes: why")
 
@@ -232,8 +232,8 @@ class Journal:
     seconds: float
 
     def __post_init__(self) -> None:
-        _count(self.request, "journal: request")
-        _iteration(self.iteration, "journal: iteration")
+        check_count(self.request, "journal: request")
+        check_iteration(self.iteration, "journal: iteration")
         if not 0 < self.seconds <= PEER_SECONDS:
             raise UserError(f"{self.seconds} is not between 0 and {PEER_SECONDS}", where="journal: seconds")
 
@@ -259,9 +259,9 @@ class Entry:
     why: str = ""
 
     def __post_init__(self) -> None:
-        _count(self.request, "entry: request")
-        _iteration(self.iteration, "entry: iteration")
-        _iteration(self.first, "entry: first")
+        check_count(self.request, "entry: request")
+        check_iteration(self.iteration, "entry: iteration")
+        check_iteration(self.first, "entry: first")
         if self.job and [type(one) for one in self.run] != [str, int, int]:
             raise UserError(f"{shown(self.run)} is not [run, epoch, ranks]", where="entry: run")
 
@@ -280,7 +280,7 @@ class Steps:
             raise UserError(f"{shown(self.node)}, {shown(self.name)} is no node", where="steps: node")
         if len(self.have) > MOST_SHARES:
             raise UserError(f"{len(self.have)} groups, at most {MOST_SHARES} are known", where="steps: have")
-        self.have = [_share(one, f"steps: have[{i}]") for i, one in enumerate(self.have)]
+        self.have = [checked_share(one, f"steps: have[{i}]") for i, one in enumerate(self.have)]
 
 
 @dataclass
@@ -293,8 +293,8 @@ class User:
     rank: int
 
     def __post_init__(self) -> None:
-        _iteration(self.iteration, "user: iteration")
-        _count(self.rank, "user: rank")
+        check_iteration(self.iteration, "user: iteration")
+        check_count(self.rank, "user: rank")
         if self.rank >= MOST_RANKS:
             raise UserError(f"{self.rank}, at most {MOST_RANKS} ranks are known", where="user: rank")
 
@@ -310,7 +310,7 @@ class UserHead:
 
     def __post_init__(self) -> None:
         User(self.iteration, self.rank)
-        _count(self.same - 1, "user: same")
+        check_count(self.same - 1, "user: same")
 
 
 @dataclass
@@ -352,7 +352,7 @@ class Epoch:
     why: str
 
     def __post_init__(self) -> None:
-        _count(self.epoch, "epoch: epoch")
+        check_count(self.epoch, "epoch: epoch")
 
 
 @dataclass
@@ -382,64 +382,3 @@ MESSAGES: dict[str, type] = {
         Entry, Steps, User, UserHead, Bye, Wanted, Joined, Progress, Epoch, Notice, Members,
     )
 }
-
-
-def _count(value: int, where: str) -> None:
-    if value < 0:
-        raise UserError(f"{value} is less than 0", where=where)
-
-
-def _iteration(value: int, where: str) -> None:
-    """Numbers of iterations are added to, and stand in 8 bytes of a replica's file."""
-    _count(value, where)
-    if value >= MOST_ITERATIONS:
-        raise UserError(f"{value}, at most {MOST_ITERATIONS - 1} are counted", where=where)
-
-
-def _ranges(found: list[Any], where: str) -> list[Range]:
-    """Thousands of them may come at once, into a process that trains: one flat loop, and no object per field."""
-    if len(found) > MOST_RANGES:
-        raise UserError(f"{len(found)} ranges, at most {MOST_RANGES} are taken at once", where=where)
-    out: list[Range] = []
-    for one in found:
-        if not isinstance(one, list | tuple) or len(one) != 3:
-            raise UserError(f"{shown(one)} is not [entry, start, length]", where=f"{where}[{len(out)}]")
-        entry, start, length = one
-        if type(entry) is not str or type(start) is not int or type(length) is not int:
-            raise UserError("is not [text, whole number, whole number]", where=f"{where}[{len(out)}]")
-        if not entry.isprintable() or start < 0 or length < 1 or start + length >= INTEGER_LIMIT:
-            raise UserError(f"{length} elements from {start} on, of entry {shown(entry)}", where=f"{where}[{len(out)}]")
-        out.append((entry, start, length))
-    return out
-
-
-def _share(one: Any, where: str) -> Share:
-    if not isinstance(one, list | tuple) or len(one) != 4 or [type(part) for part in one] != [str, int, str, list]:
-        raise UserError(f"{shown(one)} is not [run, epoch, group, steps]", where=where)
-    run_id, epoch, group, steps = one
-    if not GROUP.fullmatch(group):
-        raise UserError(f"{shown(group)} is no name of a group", where=where)
-    if not 0 <= epoch < INTEGER_LIMIT or len(steps) > MOST_STEPS or not all(type(step) is int for step in steps):
-        raise UserError(f"epoch {epoch}, {len(steps)} steps: not what a group has", where=where)
-    for step in steps:
-        _iteration(step, where)
-    return run_id, epoch, group, steps
-
-
-def _spans(found: list[Any], where: str) -> list[Span]:
-    if len(found) > MOST_RANGES:
-        raise UserError(f"{len(found)} ranges, at most {MOST_RANGES} are taken at once", where=where)
-    out: list[Span] = []
-    end = nbytes = 0
-    for one in found:
-        here = f"{where}[{len(out)}]"
-        if not isinstance(one, list | tuple) or len(one) != 2 or not all(type(number) is int for number in one):
-            raise UserError(f"{shown(one)} is not [first byte, bytes]", where=here)
-        start, length = one
-        if start < end or start % CELL or length < 1 or start + length >= INTEGER_LIMIT:
-            raise UserError(f"{length} bytes from {start} on: overlaps, is empty, or begins within a cell", where=here)
-        end, nbytes = start + length, nbytes + length
-        out.append((start, length))
-    if nbytes > PEER_BYTES:
-        raise UserError(f"{nbytes} bytes, at most {PEER_BYTES} are given at once", where=where)
-    return out

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowcheck.control.messages import MOST_SHARES
+from flowcheck.control.message_fields import MOST_SHARES
 from flowcheck.control.protocol import Steps
 from flowcheck.node.versions.starts import Coming, Seen, Starts
 

@@ -36,7 +36,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from flowcheck.control.divergence import MOST_DIVERGENCES, Divergence
-from flowcheck.control.messages import GROUP
+from flowcheck.control.message_fields import GROUP
 from flowcheck.durable import write_atomic
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.model import Job

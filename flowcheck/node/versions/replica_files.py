@@ -22,7 +22,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowcheck.control.messages import GROUP
+from flowcheck.control.message_fields import GROUP
 from flowcheck.durable import remove_tree
 from updater.errors import UpdaterError
 from updater.reader import Reader, not_mine

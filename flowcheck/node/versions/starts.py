@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowcheck.checkpoint.directory import read_step_manifest
-from flowcheck.control.messages import GROUP, Share
+from flowcheck.control.message_fields import GROUP
+from flowcheck.control.messages import Share
 from flowcheck.control.start import LINE, line_of
 from flowcheck.errors import UserError
 from flowcheck.node.config.node import NodeConfig

@@ -25,7 +25,7 @@ import flowcheck
 from flowcheck.checkpoint import fetch as module
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.cli import main
-from flowcheck.control.protocol import MAGIC
+from flowcheck.control.link import MAGIC
 from flowcheck.errors import EnvironmentProblem, UserError
 
 from ..hand_api import TOKEN, HandApi, HandVersion, seal

@@ -16,8 +16,8 @@ import torch
 
 from flowcheck.control import ask
 from flowcheck.control.ask import AskError, BusyError, FullError, GoneError, Node, Offer, order_of
+from flowcheck.control.link import MAGIC
 from flowcheck.control.pace import Pace
-from flowcheck.control.protocol import MAGIC
 from flowcheck.control.tensors import CHUNK, TensorSpec
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.control.user_state import pack

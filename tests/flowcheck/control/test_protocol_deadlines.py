@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control import protocol as records
+from flowcheck.control import link as records
 from flowcheck.control.protocol import Bye, Limits, Link, RecordsError, State, accept
 
 BYE = b"FCR1" + bytes([0, 0, 0, 14]) + bytes(8) + b'{"type":"bye"}'
