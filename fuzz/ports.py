@@ -3,9 +3,9 @@ node (tests/flowcheck/node/test_fuzz_records.py) takes hundreds in a second.
 
     python fuzz/ports.py [--inputs N] [--seed S] [--kind KIND]... [--minutes M]
 
-records    frames of streams.py through Link.receive, Link.payload and what groups/control.py does with a payload, while
-           the connection lives; a manifest becomes a job. Nothing but a refusal leaves the reader; what was read is
-           one of the protocol's messages.
+records    frames of streams.py through Link.receive, Link.payload and what groups/connection.py does with a payload,
+           while the connection lives; a manifest becomes a job. Nothing but a refusal leaves the reader; what was read
+           is one of the protocol's messages.
 requests   HTTP through the connection that api/worker.py gives uvicorn, on one end of a socket pair, to the API's
            application with a version in memory, one on disk, and a board. Each is followed by a sound request, so
            that what a reader takes for the body of another shows. Nobody gets anything but /healthz without a key;
@@ -47,9 +47,10 @@ from flowcheck.control.user_state import USER_BYTES, seal_of  # noqa: E402
 from flowcheck.errors import FlowcheckError  # noqa: E402
 from flowcheck.job.manifest import job_from_dict  # noqa: E402
 from flowcheck.node.allocator import keep_little  # noqa: E402
-from flowcheck.node.api.routes import OPEN, make_app  # noqa: E402
+from flowcheck.node.api.guard import OPEN  # noqa: E402
+from flowcheck.node.api.routes import make_app  # noqa: E402
 from flowcheck.node.api.worker import server_of  # noqa: E402
-from flowcheck.node.groups.control import TEXT, payload_specs  # noqa: E402
+from flowcheck.node.groups.connection import TEXT, payload_specs  # noqa: E402
 from flowcheck.node.status.board import Board, Glance  # noqa: E402
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf  # noqa: E402
 from flowcheck.rebuild.plan import plan_job  # noqa: E402

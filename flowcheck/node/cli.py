@@ -91,13 +91,15 @@ def _begin(settings: NodeConfig, as_json: bool, check_only: bool) -> None:
         else:
             _serve(nullcontext(), partial(holder.Holder, settings), settings, as_json)
         return
-    from flowcheck.node import service  # not before it is known that there is a port: it needs DPDK
+    from flowcheck.node import service  # not before it is known that there is a port: both need DPDK
+    from flowcheck.node.check import check
+    from flowcheck.node.ports.open_captures import dpdk_errors
 
     if check_only:
-        with service.dpdk_errors():
-            service.check(settings, as_json)
+        with dpdk_errors():
+            check.check(settings, as_json)
     else:
-        _serve(service.dpdk_errors(), partial(service.Node, settings), settings, as_json)
+        _serve(dpdk_errors(), partial(service.Node, settings), settings, as_json)
 
 
 def _serve(

@@ -20,15 +20,14 @@ from typing import Any
 
 import typer
 
-from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node.api.supervisor import Serving
+from flowcheck.node.children import Children
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.listening import check_address
 from flowcheck.node.notify import Notify
-from flowcheck.node.protect.supervisor import Copying, check_copies
+from flowcheck.node.protect.supervisor import check_copies
 from flowcheck.node.status.publisher import Telling
-from flowcheck.node.tokens import PEER, Access, warnings_of
+from flowcheck.node.tokens import Access, warnings_of
 from flowcheck.node.versions.output import check_places
 
 __all__ = ["Holder", "check"]
@@ -44,28 +43,21 @@ class Holder:
         self._stopping = self._reload = False  # no Event: a signal's handler may interrupt its very lock
         self._access = access = _check_files(config, lambda event, **fields: self._say(event, **fields))
         self._notify = Notify()
-        self._serving: Serving | None = None
+        self._children: Children | None = None
         with ExitStack() as undo:
             self._telling = undo.enter_context(closing(Telling(
                 config.name, (), (), None, dict, shadow=config.shadow, doors=self._doors)))
             self._say = say = self._telling.tally.beside(say)
             self._telling.look()
-            self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
-            self._copying = undo.enter_context(closing(Copying(config, self._key, self.api, say)))
+            self._children = undo.enter_context(closing(Children(config, access, say, self._telling.board.fd)))
             self._undo = undo.pop_all()
 
-    @property
-    def _key(self) -> str:
-        """What it proves to others: that of the newest token."""
-        return node_key(self._access.of(PEER)[0]).hex()
-
     def _doors(self) -> dict[str, Any]:
-        return {"ports": {"api": self._serving.connected} if self._serving is not None else {}, "inboxes": {}}
+        return {"ports": self._children.connected if self._children is not None else {}, "inboxes": {}}
 
     @property
-    def api(self) -> str:
-        assert self._serving is not None
-        return self._serving.address
+    def api(self) -> str | None:
+        return self._children.api if self._children is not None else None
 
     def announce(self, say: Callable[..., None]) -> None:
         assert self.config.protect is not None
@@ -83,14 +75,12 @@ class Holder:
 
     def turn(self) -> None:
         """What is done again and again. Never waits."""
-        assert self._serving is not None
+        assert self._children is not None
         self._telling.look()
-        self._copying.look()
-        self._serving.look()
+        self._children.look()
         at_once, self._reload = self._reload, False
         if self._access.look(at_once):
-            self._serving.tell(self._access.keys)
-            self._copying.tell(self._key)
+            self._children.renew()
         self._notify.alive()
 
     def stop(self) -> None:

@@ -72,19 +72,6 @@ _TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "intege
 
 def describe(open_path: str) -> dict[str, Any]:
     """open_path: that of the one route that needs no key."""
-    lost = {
-        "404": _answer("There is no such version, or no longer.", _WHY),
-        "503": _answer("As many versions of the replica are being read as may be; try again.", _WHY),
-    }
-    file = _get(
-        "A safetensors file.",
-        {
-            "200": _answer("The file.", _BYTES, "application/octet-stream"),
-            "206": _answer("The range.", _BYTES, "application/octet-stream"),
-            "416": _answer("There is no such range.", _WHY), **lost,
-        },
-        [_ID, _RANGE],
-    )
     return {
         "openapi": "3.1.0",
         "info": {"title": "FlowCheck node", "version": __version__},
@@ -94,47 +81,7 @@ def describe(open_path: str) -> dict[str, Any]:
             "/openapi.json": _get("This description.", {"200": _answer("OpenAPI 3.1.", {"type": "object"})}),
             "/v1/status": _get("The newest version of each run, shard and tier.",
                                {"200": _answer("What is newest.", _list("newest"))}),
-            "/v1/versions": _get("Every version that can be had at this moment, of the run and line that live first.",
-                                 {"200": _answer("What there is.", _list("versions", _MORE))}),
-            "/v1/versions/{id}/manifest.json": _get(
-                "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
-                {
-                    "200": _answer("The manifest: docs/reference/checkpoint.md.", {"type": "object"}), **lost,
-                    "503": _answer("A version in memory is hashed when its manifest is first asked for, and that is"
-                                   " under way: ask again after Retry-After, `hashed` grows. Or, without `hashed`, as"
-                                   " many versions of the replica are being read as may be.", _UNHASHED),
-                },
-                [_ID, _RELEASE],
-            ),
-            f"/v1/versions/{{id}}/{MODEL}": file,
-            f"/v1/versions/{{id}}/{OPTIMIZER}": file,
-            "/v1/versions/{id}/user/{rank}": _get(
-                "What a rank gave of itself: a safetensors file, whole.",
-                {"200": _answer("The file.", _BYTES, "application/octet-stream"), **lost}, [_ID, _RANK],
-            ),
-            PIECES: _get(
-                "What this node has itself, for other members of a group with parity: whole versions, and streams of"
-                " parity. `mark`: streams with the same one go together.",
-                {"200": _answer("What there is.", {
-                    "type": "object", "required": ["versions", "streams", "absent"], "properties": {
-                        "versions": {"type": "array", "items": _OFFER},
-                        "streams": {"type": "array", "items": _STREAM}, "absent": _ABSENT,
-                    },
-                })},
-            ),
-            f"{PIECES}/{{id}}/{STREAM}": {**file, "get": {
-                **file["get"], "summary": "A stream of parity.", "parameters": [_PIECE, _RANGE],
-            }},
-            "/": _get("A page for people: how the node is.", {"200": _answer("The page.", _TEXT, "text/html")}),
-            "/metrics": _get("The node's metrics: docs/reference/metrics.md.", {
-                "200": _answer("Prometheus' text form, or OpenMetrics for who accepts it.", _TEXT, "text/plain"),
-                "503": _answer("The node has said nothing so far.", _WHY),
-            }),
-            "/v1/node": _get("How the node is: what metrics and page are made of.", {
-                "200": _answer("Its newest document; to `Accept: text/event-stream` each new one, as server-sent"
-                               " events.", {"type": "object"}),
-                "503": _answer("The node has said nothing so far, or too many are watching.", _WHY),
-            }),
+            **_versions(), **_pieces(), **_node(),
         },
         "components": {
             "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},
@@ -149,6 +96,83 @@ def describe(open_path: str) -> dict[str, Any]:
                 | {"status": _STATUS, "user": _USER} | _AGE,
             }},
         },
+    }
+
+
+def _lost() -> dict[str, Any]:
+    return {
+        "404": _answer("There is no such version, or no longer.", _WHY),
+        "503": _answer("As many versions of the replica are being read as may be; try again.", _WHY),
+    }
+
+
+def _file() -> Any:
+    return _get(
+        "A safetensors file.",
+        {
+            "200": _answer("The file.", _BYTES, "application/octet-stream"),
+            "206": _answer("The range.", _BYTES, "application/octet-stream"),
+            "416": _answer("There is no such range.", _WHY), **_lost(),
+        },
+        [_ID, _RANGE],
+    )
+
+
+def _versions() -> dict[str, Any]:
+    file = _file()
+    return {
+        "/v1/versions": _get("Every version that can be had at this moment, of the run and line that live first.",
+                             {"200": _answer("What there is.", _list("versions", _MORE))}),
+        "/v1/versions/{id}/manifest.json": _get(
+            "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
+            {
+                "200": _answer("The manifest: docs/reference/checkpoint.md.", {"type": "object"}), **_lost(),
+                "503": _answer("A version in memory is hashed when its manifest is first asked for, and that is"
+                               " under way: ask again after Retry-After, `hashed` grows. Or, without `hashed`, as"
+                               " many versions of the replica are being read as may be.", _UNHASHED),
+            },
+            [_ID, _RELEASE],
+        ),
+        f"/v1/versions/{{id}}/{MODEL}": file,
+        f"/v1/versions/{{id}}/{OPTIMIZER}": file,
+        "/v1/versions/{id}/user/{rank}": _get(
+            "What a rank gave of itself: a safetensors file, whole.",
+            {"200": _answer("The file.", _BYTES, "application/octet-stream"), **_lost()}, [_ID, _RANK],
+        ),
+    }
+
+
+def _pieces() -> dict[str, Any]:
+    file = _file()
+    return {
+        PIECES: _get(
+            "What this node has itself, for other members of a group with parity: whole versions, and streams of"
+            " parity. `mark`: streams with the same one go together.",
+            {"200": _answer("What there is.", {
+                "type": "object", "required": ["versions", "streams", "absent"], "properties": {
+                    "versions": {"type": "array", "items": _OFFER},
+                    "streams": {"type": "array", "items": _STREAM}, "absent": _ABSENT,
+                },
+            })},
+        ),
+        f"{PIECES}/{{id}}/{STREAM}": {**file, "get": {
+            **file["get"], "summary": "A stream of parity.", "parameters": [_PIECE, _RANGE],
+        }},
+    }
+
+
+def _node() -> dict[str, Any]:
+    return {
+        "/": _get("A page for people: how the node is.", {"200": _answer("The page.", _TEXT, "text/html")}),
+        "/metrics": _get("The node's metrics: docs/reference/metrics.md.", {
+            "200": _answer("Prometheus' text form, or OpenMetrics for who accepts it.", _TEXT, "text/plain"),
+            "503": _answer("The node has said nothing so far.", _WHY),
+        }),
+        "/v1/node": _get("How the node is: what metrics and page are made of.", {
+            "200": _answer("Its newest document; to `Accept: text/event-stream` each new one, as server-sent"
+                           " events.", {"type": "object"}),
+            "503": _answer("The node has said nothing so far, or too many are watching.", _WHY),
+        }),
     }
 
 

@@ -1,5 +1,5 @@
 """The node's HTTP API: what it holds, as manifests and as safetensors files in ranges. Who does not show a key gets
-nothing but /healthz, and with one what its role may have (`may`).
+nothing but /healthz, and with one what its role may have (guard.py).
 
     GET /healthz                                   200: this process answers
     GET /openapi.json                              this, described
@@ -16,8 +16,6 @@ nothing but /healthz, and with one what its role may have (`may`).
     GET /v1/pieces/{id}/stream.bin                 versions in memory, copies, on disk; streams of parity
     GET /, /metrics, /v1/node                      how the node itself is: node_routes.py
 
-A browser cannot show a key by itself. It asks the user for name and password (HTTP Basic), and the key is the password.
-
 An ASGI application (Starlette); supervisor.py runs it. Files are read on one thread for each tier, so a disk that hangs
 holds up the disk's versions alone, and nothing is read faster than it is sent.
 """
@@ -25,7 +23,6 @@ holds up the disk's versions alone, and nothing is read faster than it is sent.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import hmac
 import re
@@ -39,43 +36,38 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from flowcheck import __version__
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
 from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, Offer
 from flowcheck.control.ask import OWN as OF_ITS_OWN
 from flowcheck.control.messages import MOST_RANKS
-from flowcheck.control.proof import PROOF, SCHEME, Questions, answered, place_of, voucher
+from flowcheck.control.proof import voucher
 from flowcheck.control.start import ranks
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.allocator import give_back
 from flowcheck.node.api.description import describe
-from flowcheck.node.api.node_routes import PAGE, PATHS, Told
+from flowcheck.node.api.guard import OPEN, VERSIONS, Guard, Keys, current
+from flowcheck.node.api.node_routes import Told
 from flowcheck.node.api.sending import FromMemory
-from flowcheck.node.doors.http_door import Visitor
 from flowcheck.node.protect.parity_shelf import ROW, StreamShelf
 from flowcheck.node.status.board import Glance
-from flowcheck.node.tokens import HTTP_ROLES, PEER, peers_of
+from flowcheck.node.tokens import peers_of
 from flowcheck.node.versions.divergences import Notices
-from flowcheck.node.versions.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
+from flowcheck.node.versions.held import Gone, Held, Holding
+from flowcheck.node.versions.holdings import Pressed, Shelf, Withheld
 
-__all__ = ["OPEN", "make_app", "may"]
+__all__ = ["make_app"]
 
 PIECE = 4 << 20  # bytes, between two looks whether the version is still held; copied for that, but from memory
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
 TIDY_SECONDS = 60.0
 HASH_SECONDS = 0.5  # that a question waits for hashes: less than anybody waits for a byte
-VERSIONS = "/v1/versions"
 OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
-Keys = Mapping[str, Collection[str]]
 Said = dict[str, Any]  # of a version: the fields of control.ask.Offer
-OPEN = "/healthz"  # the one path that needs no key
-ALWAYS = (OPEN, "/metrics")  # answered however many readers there are
-_CLOSE = {"Connection": "close"}  # who has shown no key gets one answer for one connection
-_PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", charset="UTF-8"'
 
 
 def make_app(
@@ -85,126 +77,8 @@ def make_app(
     """shelves: by tier. keys: those that are accepted now, each with the roles that show it, or PEER alone: those are
     proven; one text is of all. glance: at what the node tells of itself. streams: of parity, if it keeps any.
     notices: of what has diverged. names: what other nodes may call this one besides its addresses."""
-    now = _now(keys)
-    return _Guard(_Api(shelves, glance, streams, notices, lambda: peers_of(now())).app, now, names)
-
-
-def _now(keys: str | Callable[[], Keys]) -> Callable[[], Keys]:
-    one: Keys = {keys: HTTP_ROLES} if isinstance(keys, str) else {}
-    return (lambda: one) if isinstance(keys, str) else keys
-
-
-def may(path: str) -> Collection[str]:
-    """Roles that a path is for. Whatever is not named here is the operator's: a new route is in nobody else's hands."""
-    if path == VERSIONS or path.startswith(f"{VERSIONS}/"):
-        return ("trainer", "reader", PEER)
-    if path == PIECES or path.startswith(f"{PIECES}/"):
-        return ("reader", PEER)
-    if path in PATHS:
-        return ("reader", "operator")
-    return HTTP_ROLES if path in ("/v1/status", "/openapi.json") else ("operator",)
-
-
-class _Guard:
-    """Lets nobody in who does not show a key of a role that may, whatever he asks for."""
-
-    def __init__(self, app: ASGIApp, keys: str | Callable[[], Keys], names: Collection[str] = ()) -> None:
-        self._app, self._keys = app, _now(keys)
-        self._questions = Questions(names)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != OPEN:
-            why, roles = "the key is missing or wrong", self._roles(scope["headers"])
-            if not roles and (proof := _proof(scope["headers"])):
-                proven = self._proven(scope, proof)
-                if isinstance(proven, str):
-                    why = proven
-                else:
-                    roles, send = {PEER}, _signed(send, *proven)
-            if not roles:
-                asked = _PASSWORD if scope["path"] == PAGE else "Bearer"
-                if peers_of(self._keys()):
-                    asked = f"{asked}, {self._questions.challenge()}"
-                refused = JSONResponse({"why": why}, 401, {"WWW-Authenticate": asked} | _CLOSE)
-            elif roles.isdisjoint(allowed := may(scope["path"])):
-                shown = [role for role in allowed if role != PEER]
-                refused = JSONResponse({"why": f"this is for {' or '.join(shown)}, the key is of"
-                                               f" {' and '.join(sorted(roles))}"}, 403)
-            elif (visitor := Visitor.of(scope)) is not None and not visitor.known(scope["path"] in ALWAYS):
-                refused = JSONResponse({"why": "as many readers as may be are being answered", "full": True}, 503,
-                                       {"Retry-After": "1"} | _CLOSE)
-            else:
-                await self._app(scope, receive, send)
-                return
-            await refused(scope, receive, send)
-            return
-        await self._app(scope, receive, _closing(send) if scope["type"] == "http" else send)
-
-    def _proven(self, scope: Scope, shown: str) -> tuple[bytes, str] | str:
-        """The key that was proven and the mac of the question; text: why none was."""
-        keys = peers_of(self._keys())
-        path, query = bytes(scope.get("raw_path") or scope["path"].encode()), bytes(scope["query_string"])
-        target = (path + (b"?" + query if query else b"")).decode("latin-1")
-        span = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"range"), "")
-        return self._questions.check(shown, keys, scope["method"], target, span, place_of(scope.get("server")))
-
-    def _roles(self, headers: Iterable[tuple[bytes, bytes]]) -> set[str]:
-        given = [value for name, value in headers if name == b"authorization"]
-        roles: set[str] = set()
-        if len(given) == 1:
-            shown = _key(given[0])
-            for key, names in self._keys().items():  # all of them, so that it takes as long whichever it is
-                if hmac.compare_digest(shown, key.encode()):
-                    roles.update(set(names) - {PEER})
-        return roles
-
-
-def _key(shown: bytes) -> bytes:
-    """The key that an Authorization header shows, b"": none."""
-    how, _, given = shown.partition(b" ")
-    if how == b"Bearer":
-        return given
-    try:
-        return base64.b64decode(given, validate=True).partition(b":")[2] if how == b"Basic" else b""
-    except ValueError:
-        return b""
-
-
-def _proof(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """An Authorization header that proves a key, "": there is none."""
-    given = [value for name, value in headers if name == b"authorization"]
-    return given[0].decode("latin-1") if len(given) == 1 and given[0].startswith(SCHEME.encode()) else ""
-
-
-def _closing(send: Send) -> Send:
-    """The same, of an answer that needs no key, whatever it is: the connection ends with it."""
-    async def out(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message["headers"], (b"connection", b"close")]
-        await send(message)
-
-    return out
-
-
-def _signed(send: Send, key: bytes, mac: str) -> Send:
-    """The same, with the proof of an answer whose whole body is there when it begins. A file's bytes have hashes in a
-    manifest, and go past this one (sending.py)."""
-    held: Message | None = None
-
-    async def out(message: Message) -> None:
-        nonlocal held
-        if message["type"] == "http.response.start" and all(name != b"etag" for name, _ in message["headers"]):
-            held = message
-            return
-        if held is not None:
-            start, held = held, None
-            if not message.get("more_body"):
-                proof = answered(key, mac, start["status"], message.get("body", b""))
-                start["headers"] = [*start["headers"], (PROOF.lower().encode(), proof.encode())]
-            await send(start)
-        await send(message)
-
-    return out
+    now = current(keys)
+    return Guard(_Api(shelves, glance, streams, notices, lambda: peers_of(now())).app, now, names)
 
 
 class _Api:

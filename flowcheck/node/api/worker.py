@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import os
 import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import h11
@@ -31,10 +29,11 @@ from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, STORE, Node
 from flowcheck.control.proof import Proven
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.errors import FlowcheckError
+from flowcheck.node.api.border import ApiSettings, OtherKeys
 from flowcheck.node.api.routes import make_app
 from flowcheck.node.api.sending import Offering
-from flowcheck.node.child import begun, guarded
 from flowcheck.node.doors.http_door import Door, Limits, Visitor
+from flowcheck.node.process.child import begun, guarded, orders
 from flowcheck.node.protect.parity_shelf import OTHERS_SECONDS, ParityShelf, Placed, StreamShelf
 from flowcheck.node.status.board import Glance
 from flowcheck.node.status.heartbeat import BEAT_SECONDS, beat, silent_output
@@ -156,15 +155,15 @@ class _Loop(asyncio.SelectorEventLoop):
 class _Settings:
     """What may change: keys, and the certificate."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
-        self.keys: Mapping[str, list[str]] = said["keys"]
-        self.shown: str = said["shown"]  # to other nodes
-        self._files = said["tls"]
+    def __init__(self, said: ApiSettings) -> None:
+        self.keys = said.keys
+        self.shown = said.shown  # to other nodes
+        self._files = said.tls
         self._context: ssl.SSLContext | None = None
         self._renew()
 
-    def take(self, said: Mapping[str, Any]) -> None:
-        self.keys, self.shown = said["keys"], said["shown"]
+    def take(self, said: OtherKeys) -> None:
+        self.keys, self.shown = said.keys, said.shown
         try:
             self._renew()
         except FlowcheckError:
@@ -172,13 +171,13 @@ class _Settings:
 
     def _renew(self) -> None:
         if self._files is not None:
-            self._context = server_context(*map(Path, self._files))
+            self._context = server_context(*self._files)
 
     def listening(self) -> Callable[..., ssl.SSLContext] | None:
         """What uvicorn calls once. Each connection then takes the newest context, in its handshake."""
         if self._files is None:
             return None
-        context = server_context(*map(Path, self._files))
+        context = server_context(*self._files)
 
         def newest(connection: Any, name: str | None, _: ssl.SSLContext) -> None:
             connection.context = self._context
@@ -189,40 +188,45 @@ class _Settings:
 
 def main() -> int:
     """The process itself."""
-    said = begun()
-    if not said:
+    said = begun(ApiSettings)
+    if said is None:
         return 0
-    signs, needs, settings = silent_output(), said["shadow"], _Settings(said)
-    shelves: dict[str, Shelf] = {}
-    if said["follows"]:
-        shelves[MEMORY] = MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"], needs=needs,
-                                      vouch=lambda run_id, epoch: vouched(settings.keys, run_id, epoch))
-    if said["copies"]:
-        shelves[COPY] = DiskShelf(Path(said["copies"]), tier=COPY, needs=needs)
-    if said["follows"]:
-        shelves[DISK] = DiskShelf(Path(said["checkpoints"]), needs=needs)
-    streams = None
-    if parity := said["parity"]:
-        directory, tls = Path(parity["directory"]), client_context(parity["ca"]) if parity["ca"] else None
-        others = parity["others"]
-        placed = Placed(Path(parity["placement"]), said["node"]) if others is None else lambda: others
-        shelves[PARITY] = ParityShelf(directory, lambda: [
-            Node((host, port), Proven(settings.shown), OTHERS_SECONDS, tls) for host, port in placed()
-        ], parity["most"], needs=needs)
-        streams = StreamShelf(directory)
-    if store := said["store"]:
-        shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]), needs=needs)
-    notices = Notices(Path(said["replicas"]), said["node"])
+    signs, settings = silent_output(), _Settings(said)
+    shelves, streams = _shelves(said, settings)
+    notices = Notices(said.replicas, said.node)
     for shelf in shelves.values():
         shelf.notices = notices
-    glance = Glance(said["board"]) if said["board"] >= 0 else None
-    server = server_of(make_app(shelves, lambda: settings.keys, glance, streams, notices, said["names"]),
+    glance = Glance(said.board) if said.board >= 0 else None
+    server = server_of(make_app(shelves, lambda: settings.keys, glance, streams, notices, said.names),
                        settings.listening())
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
     gc.collect()
     gc.freeze()  # what stays: it is not looked through each time
-    serve(server, socket.socket(fileno=said["socket"]), Limits(**said["limits"]), signs)
+    serve(server, socket.socket(fileno=said.socket), said.limits, signs)
     os._exit(0)  # calls to a store that hang are not waited for
+
+
+def _shelves(said: ApiSettings, settings: _Settings) -> tuple[dict[str, Shelf], StreamShelf | None]:
+    """By tier, nearest first; and streams of parity, if it keeps any."""
+    shelves: dict[str, Shelf] = {}
+    needs, streams = said.shadow, None
+    if said.follows:
+        shelves[MEMORY] = MemoryShelf(said.replicas, said.node, reserved=said.reserved, needs=needs,
+                                      vouch=lambda run_id, epoch: vouched(settings.keys, run_id, epoch))
+    if said.copies is not None:
+        shelves[COPY] = DiskShelf(said.copies, tier=COPY, needs=needs)
+    if said.follows:
+        shelves[DISK] = DiskShelf(said.checkpoints, needs=needs)
+    if (parity := said.parity) is not None:
+        tls, others = client_context(parity.ca) if parity.ca else None, parity.others
+        placed = Placed(parity.placement, said.node) if others is None else lambda: others
+        shelves[PARITY] = ParityShelf(parity.directory, lambda: [
+            Node(address, Proven(settings.shown), OTHERS_SECONDS, tls) for address in placed()
+        ], parity.most, needs=needs)
+        streams = StreamShelf(parity.directory)
+    if (store := said.store) is not None:
+        shelves[STORE] = StoreShelf(store.url, lambda: open_store(store.url, store.options), needs=needs)
+    return shelves, streams
 
 
 def server_of(app: ASGIApp, tls: Callable[..., ssl.SSLContext] | None = None) -> uvicorn.Server:
@@ -250,8 +254,8 @@ def _live(loop: _Loop, signs: int) -> None:
 
 
 def _follow(server: uvicorn.Server, settings: _Settings) -> None:
-    while line := sys.stdin.buffer.readline():
-        settings.take(json.loads(line))
+    for order in orders(OtherKeys):
+        settings.take(order)
     server.should_exit = True
 
 

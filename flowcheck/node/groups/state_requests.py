@@ -33,14 +33,14 @@ LOOK_SECONDS = 0.1
 class Asking:
     """What trainers hear while there are no versions: what is wanted of them, or why nothing is. tell: sends a message
     to all of them. say: events. drops(): packets that the node itself has dropped so far. begin(): what is done in
-    place of asking for a state. One thread."""
+    place of asking for a state. now: seconds of a clock. One thread."""
 
     def __init__(
         self, tell: Callable[[Any], None], say: Callable[..., None], drops: Callable[[], int],
-        begin: Callable[[], None] | None = None,
+        begin: Callable[[], None] | None = None, now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.uploads = Uploads(drops)
-        self.beginnings = Beginnings()
+        self.uploads = Uploads(drops, now)
+        self.beginnings = Beginnings(now)
         self._pace: Uploads | Beginnings = self.uploads if begin is None else self.beginnings
         self._tell, self._say, self._begin = tell, say, begin
         self._later = ""  # why a state is to be asked for, as soon as uploads allow it

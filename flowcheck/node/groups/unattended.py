@@ -1,7 +1,7 @@
 """A job of which no trainer attaches, followed by its manifest alone: the parameters that its AllGathers carry.
 
-    for settings, plan in unattended_jobs(config): ...        the manifests of [[follow]], read and checked
-    with closing(Unattended(settings, plan, config, ...)) as one: one.start()
+    for settings, plan in unattended_jobs(config):            the manifests of [[follow]], read and checked
+        unattended(settings, plan, config, ...).start()       a group as any other, with other parts
 
 FSDP, ZeRO and distributed optimizers put no reduced gradient on the wire, and none of their trainers is asked for
 anything. What the wire brings is judged as everything is (rebuild/iteration/verdict.py). The parameters of an iteration
@@ -12,22 +12,19 @@ That the manifest is this job's only the traffic says. So nothing is offered bef
 it, as in a replay (offline/session.py); the first one is judged and not written. If a witness disagrees by then, it is
 another job's, and following ends. Iterations are given up, and joined anew, as those of other jobs. No trainer says
 that an iteration is over: a job that pauses and a mirror that brings nothing look the same, and both are `silent`.
-
-One thread drives its session, another one writes.
 """
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from parser.placers import Placers
 
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.clock import Clock
@@ -35,9 +32,8 @@ from flowcheck.job.manifest import load_job
 from flowcheck.node.config.capture import Follow
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.checks import check_gathered, check_memory
-from flowcheck.node.groups.move_detector import Moved
-from flowcheck.node.groups.session import LiveSession, wind_up
-from flowcheck.node.groups.state_requests import Beginnings
+from flowcheck.node.groups.group import Feed, Group, Output
+from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.ports.counts import grown
 from flowcheck.node.ports.silence import Arrivals
 from flowcheck.node.status.event_fields import closed_fields, line
@@ -45,13 +41,12 @@ from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.node.versions.runs import new_run_id, run_folder
 from flowcheck.rebuild.iteration.evidence import edges_with
 from flowcheck.rebuild.iteration.rank_confirmation import on_trust
-from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
 from flowcheck.rebuild.iteration.sharded import Gathered, ShardedParameters
 from flowcheck.rebuild.iteration.verdict import Clause
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.version.events import Closed, Event
 
-__all__ = ["Unattended", "unattended_jobs"]
+__all__ = ["unattended", "unattended_jobs"]
 
 SILENT_SECONDS = 60.0  # without a packet of the job; shorter pauses are evaluations and checkpoints of its own
 LOOK_SECONDS = 1.0
@@ -97,107 +92,97 @@ class _Set:
         return self._gathered.write(out, unproven)
 
 
-class Unattended:
-    """sources, placers, port, hashes: as of Group. say: events. now: seconds of a clock that never goes back."""
+class GatheredPublisher(Output):
+    """Lines, hashes and files of the parameters that a job gathers. say: events of the group. refuted: why the manifest
+    is not this job's, "": nothing says so."""
 
     def __init__(
-        self, settings: Follow, plan: JobPlan, config: NodeConfig, sources: Sequence[Source], placers: Placers,
-        port: Arrivals, say: Callable[..., None], hashes: Hashes | None, now: Callable[[], float] = time.monotonic,
+        self, name: str, plan: JobPlan, clock: Clock, config: NodeConfig, port: Arrivals, say: Callable[..., None],
+        hashes: Hashes | None, now: Callable[[], float],
     ) -> None:
-        self.name, self.plan, self._settings, self._config = settings.group, plan, settings, config
-        self._sources, self._placers, self._port, self._say_all = sources, placers, port, say
-        self._hashes, self._now = hashes, now
-        self._clock = Clock(settings.iteration)
-        self._writer = Writer(self._say_written, config.output.every, now)
-        self._session: LiveSession | None = None
-        self._sets = ShardedParameters(plan, self._clock)
+        self._name, self._plan, self._output, self._port, self._say = name, plan, config.output, port, say
+        self._hashes = hashes
+        self._writer = Writer(partial(_as_gathered, say), config.output.every, now)
+        self._sets = ShardedParameters(plan, clock)
         self._step = -1  # of the newest parameters that were offered
         self._confirmed = False  # the traffic is what the manifest describes
-        self._refused = ""  # it is not
-        self._moved = ""  # why the job is to be joined anew
-        self._moves = Beginnings(now)
-        self._told: dict[str, int] = {}  # drops that lines have said
-        self._packets, self._since, self._looked, self._silent = 0, now(), 0.0, False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._main, name=f"flowcheck follow {self.name}")
-        self.failure: BaseException | None = None
+        self.refuted = ""
+        self._dropped: dict[str, int] = {}  # drops that lines have said
 
-    def start(self) -> None:
-        self._thread.start()
+    def publish(self, session: LiveSession, event: Event) -> None:
+        if isinstance(event, Closed):
+            self._closed(session, event)
+        elif (said := line(event, session.clock.number)) is not None:
+            self._say(said[0], **said[1])
+
+    def _closed(self, session: LiveSession, closed: Closed) -> None:
+        assert closed.judged is not None
+        number = session.clock.number(closed.iteration)
+        self._confirm(session, closed)
+        offered = closed.published and self._confirmed and not self.refuted
+        why = closed.why
+        if closed.published and not offered:
+            why = [(Clause.SUPPORTED.value, self.refuted or UNCONFIRMED)]
+        if offered:
+            self._offer(session, closed, number)
+        status = "parameters" if self._step >= 0 else "waiting"
+        drops = self._port.drops
+        dropped, self._dropped = grown(self._dropped, drops), drops
+        closed = replace(closed, published=offered, why=why, status=status)
+        self._say("iteration", **closed_fields(closed, number, dropped, lost=False, matches=0),
+                  parameters=self._step if offered else None)
+
+    def _confirm(self, session: LiveSession, closed: Closed) -> None:
+        """Is it this job's manifest? Asked until it is known."""
+        if self._confirmed or self.refuted:
+            return
+        first, disagreements = session.first_iteration, session.engine.disagreements()
+        if any(one["iteration"] <= first + 1 for one in disagreements):
+            assert closed.judged is not None
+            said = [reason for _, reason in closed.judged.verdict.failing]
+            self.refuted = "; ".join(["the traffic is not what the manifest describes", *said[:1]])
+        else:
+            self._confirmed = closed.published and closed.iteration > first
+
+    def _offer(self, session: LiveSession, closed: Closed, number: int) -> None:
+        """The parameters of this iteration, if anybody is to have them."""
+        assert closed.judged is not None
+        job, engine, output = self._plan.job, session.engine, self._output
+        self._step = self._sets.step_of(closed.iteration)
+        due = self._step % output.every == 0
+        if not due and self._hashes is None:
+            return
+        version = _Set(self._sets.take(closed.iteration, closed.judged.groups))
+        if self._hashes is not None:
+            try:
+                self._hashes.add(number, self._name, version)
+            except FlowcheckError as error:
+                self._say("problem", why=error.message())
+        if due:
+            trust = on_trust(self._plan, edges_with(self._plan, engine, "packets"), engine.cts_tags())
+            out = output.directory / self._name / run_folder(job.run_id, job.epoch)
+            self._writer.write(self._name, version, out, "unverified", None, [*trust, *job.unproven, *closed.unproven])
 
     def close(self) -> None:
-        """Judge what is there, write what is due. Idempotent."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
         self._writer.close()
 
-    def _say(self, event: str, **fields: Any) -> None:
-        self._say_all(event, name=self.name, **fields)
 
-    def _say_written(self, event: str, **fields: Any) -> None:
-        """What the writer says, which names no checkpoint here: that is more than this."""
-        if event == "written":
-            self._say_all("gathered", **fields)
-        else:
-            self._say_all(event, **fields)
+def _as_gathered(say: Callable[..., None], event: str, **fields: Any) -> None:
+    """What the writer says, which names no checkpoint here: that is more than this."""
+    if event == "written":
+        say("gathered", **fields)
+    else:
+        say(event, **fields)
 
-    # -- the thread --
 
-    def _main(self) -> None:
-        try:
-            self._begin()
-            while not self._stop.is_set():
-                if not self._turn():
-                    time.sleep(IDLE_SECONDS)
-            if self._session is not None:
-                wind_up(self._session, self._take)
-        except BaseException as error:  # the node has to end, not to go on without this thread
-            self.failure = error
-        finally:
-            self._drop()
+class _Pause:
+    """Does anything come? say: events of the group. now: seconds of a clock that never goes back."""
 
-    def _begin(self) -> None:
-        """Join the job where it is now."""
-        job, replica = self.plan.job, self._config.replica
-        self._session = LiveSession(
-            self.plan, self._sources, self._clock, slots=replica.slots, threads=0, record_seconds=0.0, port=self._port,
-            now=self._now, trainers=False,
-        )
-        self._session.place_in_threads(self._placers)
-        self._moves.begun()
-        self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
-                  resync="none: parameters alone, by AllGather", manifest=str(self._settings.manifest))
+    def __init__(self, port: Arrivals, say: Callable[..., None], now: Callable[[], float]) -> None:
+        self._port, self._say, self._now = port, say, now
+        self._packets, self._since, self._looked, self._silent = 0, now(), 0.0, False
 
-    def _turn(self) -> bool:
-        """One look; did it find anything to do?"""
-        session = self._session
-        if session is None:
-            return False
-        self._take(session.poll())
-        if self._refused:
-            self._drop()
-            self._say("refused", why=f"{self._refused}; nothing of it is offered, and it is not followed any more."
-                      " Correct the manifest, and start the node again")
-            return False
-        if self._moved:
-            self._say("moved", why=f"{self._moved}: was the mirror configured anew? The job is joined anew where it is"
-                      " now")
-            self._moves.lost()
-            self._moved = ""
-            self._drop()
-            self._begin()
-            return True
-        self._look(session)
-        return session.moved
-
-    def _drop(self) -> None:
-        if self._session is not None:
-            self._session.close()
-        self._session = None
-
-    def _look(self, session: LiveSession) -> None:
-        """Does anything come?"""
+    def look(self, session: LiveSession) -> None:
         if (now := self._now()) - self._looked < LOOK_SECONDS:
             return
         self._looked = now
@@ -214,65 +199,53 @@ class Unattended:
                       f" {now - self._since:.0f} s: it pauses or has ended, it has made new connections, which need a"
                       " new manifest, or the mirror brings nothing (flowcheck switch verify)")
 
-    # -- what the session says --
 
-    def _take(self, events: Iterable[Event]) -> None:
-        for event in events:
-            match event:
-                case Closed():
-                    self._closed(event)
-                case Moved(why):
-                    self._moved = why if self._moves.due() else ""
-                case _:
-                    said = line(event, self._clock.number)
-                    if said is not None:
-                        self._say(said[0], **said[1])
+class ManifestIntake(Feed):
+    """What begins and ends the session of a job that a manifest alone describes: nobody sends anything."""
 
-    def _closed(self, closed: Closed) -> None:
-        session, judged = self._session, closed.judged
-        assert session is not None and judged is not None
-        number = self._clock.number(closed.iteration)
-        self._confirm(session, closed)
-        offered = closed.published and self._confirmed and not self._refused
-        why = closed.why
-        if closed.published and not offered:
-            why = [(Clause.SUPPORTED.value, self._refused or UNCONFIRMED)]
-        if offered:
-            self._offer(session, closed, number)
-        status = "parameters" if self._step >= 0 else "waiting"
-        drops = self._port.drops
-        dropped, self._told = grown(self._told, drops), drops
-        closed = replace(closed, published=offered, why=why, status=status)
-        self._say("iteration", **closed_fields(closed, number, dropped, lost=False, matches=0),
-                  parameters=self._step if offered else None)
+    def __init__(
+        self, group: Group[ManifestIntake], settings: Follow, plan: JobPlan, clock: Clock, config: NodeConfig,
+        port: Arrivals, publisher: GatheredPublisher, say: Callable[..., None], now: Callable[[], float],
+    ) -> None:
+        self._group, self._settings, self.plan, self._clock, self._config = group, settings, plan, clock, config
+        self._port, self._publisher, self._say, self._now = port, publisher, say, now
+        self._pause = _Pause(port, say, now)
 
-    def _confirm(self, session: LiveSession, closed: Closed) -> None:
-        """Is it this job's manifest? Asked until it is known."""
-        if self._confirmed or self._refused:
-            return
-        first, disagreements = session.first_iteration, session.engine.disagreements()
-        if any(one["iteration"] <= first + 1 for one in disagreements):
-            assert closed.judged is not None
-            said = [reason for _, reason in closed.judged.verdict.failing]
-            self._refused = "; ".join(["the traffic is not what the manifest describes", *said[:1]])
+    def tick(self) -> bool:
+        group = self._group
+        if why := self._publisher.refuted:
+            if group.session is not None:
+                group.drop()
+                self._say("refused", why=f"{why}; nothing of it is offered, and it is not followed any more."
+                          " Correct the manifest, and start the node again")
+            return False
+        if group.moved:
+            group.join_again()
+        elif group.session is None:
+            self.follow()
         else:
-            self._confirmed = closed.published and closed.iteration > first
+            self._pause.look(group.session)
+            return False
+        return True
 
-    def _offer(self, session: LiveSession, closed: Closed, number: int) -> None:
-        """The parameters of this iteration, if anybody is to have them."""
-        assert closed.judged is not None
-        job, engine, output = self.plan.job, session.engine, self._config.output
-        self._step = self._sets.step_of(closed.iteration)
-        due = self._step % output.every == 0
-        if not due and self._hashes is None:
-            return
-        version = _Set(self._sets.take(closed.iteration, closed.judged.groups))
-        if self._hashes is not None:
-            try:
-                self._hashes.add(number, self.name, version)
-            except FlowcheckError as error:
-                self._say("problem", why=error.message())
-        if due:
-            trust = on_trust(self.plan, edges_with(self.plan, engine, "packets"), engine.cts_tags())
-            out = output.directory / self.name / run_folder(job.run_id, job.epoch)
-            self._writer.write(self.name, version, out, "unverified", None, [*trust, *job.unproven, *closed.unproven])
+    def follow(self) -> None:
+        """Join the job where it is now."""
+        job, replica = self.plan.job, self._config.replica
+        self._group.begin(LiveSession(
+            self.plan, self._port.queues, self._clock, slots=replica.slots, threads=0, record_seconds=0.0,
+            port=self._port, now=self._now, trainers=False,
+        ))
+        self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
+                  resync="none: parameters alone, by AllGather", manifest=str(self._settings.manifest))
+
+
+def unattended(
+    settings: Follow, plan: JobPlan, config: NodeConfig, port: Arrivals, say: Callable[..., None],
+    hashes: Hashes | None, now: Callable[[], float] = time.monotonic,
+) -> Group[ManifestIntake]:
+    """A group of a job without trainers. say: events. now: seconds of a clock that never goes back."""
+    name, clock = settings.group, Clock(settings.iteration)
+    say = partial(say, name=name)
+    publisher = GatheredPublisher(name, plan, clock, config, port, say, hashes, now)
+    return Group(name, port.placers, say, publisher, lambda group: ManifestIntake(
+        group, settings, plan, clock, config, port, publisher, say, now), now)

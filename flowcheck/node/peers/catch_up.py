@@ -34,7 +34,7 @@ from flowcheck.control.sources import offers_of
 from flowcheck.control.tensors import TensorSpec, memory
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.versions.holdings import files_of
+from flowcheck.node.versions.held import files_of
 from flowcheck.rebuild.version.events import CaughtUp, Event, NotCaughtUp
 from updater.errors import UpdaterError
 

@@ -47,7 +47,8 @@ class Port(Arrivals):
         self._planned, self._sources = planned, sources
         self.name = " and ".join(one.device for one in planned)
         rings = [(i, address) for i, source in enumerate(sources) for address in source.ring_addresses]
-        self.queues = [Queue(self, index, capture, address) for index, (capture, address) in enumerate(rings)]
+        self.queues: list[Queue] = [
+            Queue(self, index, capture, address) for index, (capture, address) in enumerate(rings)]
         self._of = [[one.index for one in self.queues if one.capture == i] for i in range(len(sources))]
         self.placers = Placers([address for _, address in rings], cores=place_cores(planned))
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from parser.machine import Engine
+from parser.placers import Placers
 
 from flowcheck.diagnose.remedies import remedy_of
 from flowcheck.job.clock import Clock
 from flowcheck.node.ports.counts import grown
 from flowcheck.rebuild.iteration.evidence import edges_with, packets_by_outcome
+from flowcheck.rebuild.iteration.scheduler import Source
 from flowcheck.rebuild.iteration.wording import flow_name
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.events import Event
@@ -38,9 +40,12 @@ class Silent(Event):
 
 class Arrivals:
     """What is known of a node's ports. name: as the settings call the devices. arrived: packets so far. drops: those
-    that the node itself has lost, by cause (drops.py), without causes that did not occur. This one has none."""
+    that the node itself has lost, by cause (drops.py), without causes that did not occur. queues, placers: what groups
+    read, and who places it, of one that brings anything (port.py). This one has none."""
 
     name = ""
+    queues: Sequence[Source]
+    placers: Placers
 
     @property
     def arrived(self) -> int:

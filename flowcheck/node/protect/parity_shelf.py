@@ -34,7 +34,8 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError, UserError, size_text
 from flowcheck.node.protect.parity_rounds import kept_in
 from flowcheck.node.protect.placement import Decided
-from flowcheck.node.versions.holdings import Gone, Held, Holding, Pressed, Shelf, id_of, inode_of
+from flowcheck.node.versions.held import Gone, Held, Holding, inode_of
+from flowcheck.node.versions.holdings import Pressed, Shelf, id_of
 
 __all__ = ["OTHERS_SECONDS", "ROW", "ParityShelf", "Placed", "StreamShelf"]
 

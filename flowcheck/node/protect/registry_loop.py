@@ -1,6 +1,6 @@
 """The thread that sits in the registry for a node: a turn each second, and what a root has to find out besides.
 
-    sit(settings, path, held, streams, take, node, keys, say, ending)      until `ending` is set
+    sit(settings, held, streams, take, node, keys, say, ending)      until `ending` is set
 
 It belongs to the process that keeps copies (worker.py). What takes longer than a lease may, asking other nodes, is done
 on a thread of its own.
@@ -13,14 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import Node, Offer
 from flowcheck.control.sources import addresses
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.config.tokens import read_token
+from flowcheck.node.protect.border import RegistrySettings
 from flowcheck.node.protect.losses import newest_persistent
 from flowcheck.node.protect.placement import Decided, Member, Part, Run
 from flowcheck.node.protect.registry_etcd import Etcd
@@ -36,29 +35,25 @@ _Said = Sequence[Mapping[str, Any]]
 
 
 def sit(
-    said: Mapping[str, Any], path: Path, held: Callable[[], _Said], streams: Callable[[], _Said],
+    settings: RegistrySettings, held: Callable[[], _Said], streams: Callable[[], _Said],
     take: Callable[[Sequence[tuple[str, int]], Mapping[Run, int], Part | None], None],
     node: Callable[[tuple[str, int]], Node], keys: Callable[[], Sequence[bytes]], say: Callable[..., None],
     ending: threading.Event,
 ) -> None:
-    """said: of copying.Copying, `registry`. path: of the file with the last decision. held(): copies that are whole.
-    streams(): of parity, those that are. take(sources, steps, part): whom to copy from, of which step of each run no
-    copy and no parity may go, and what is done for parity. node(address): asks it. keys(): as of signing.Signed."""
-    def tell(event: str, **fields: Any) -> None:
-        say(event, **{"name": "", **fields})
-
-    code = tuple(said["code"]) if said["code"] is not None else None
-    member = Member(Site(**said["site"]), said["address"], said["follows"], said["standby"], code is not None)
-    operator = Operator(said["replace"], said["cluster"], tell) if said["replace"] else None
-    cert = (said["cert"][0], said["cert"][1]) if said["cert"] else None
-    login = (said["user"], lambda: read_token(said["password"])) if said["user"] else None
-    etcd = Etcd(said["endpoints"], said["cluster"], said["ca"], cert=cert, login=login)
+    """held(): copies that are whole. streams(): of parity, those that are. take(sources, steps, part): whom to copy
+    from, of which step of each run no copy and no parity may go, and what is done for parity. node(address): asks it.
+    keys(): as of signing.Signed."""
+    cluster, code = settings.cluster, settings.code
+    member = Member(settings.site, settings.address, settings.follows, settings.standby, code is not None)
+    operator = Operator(settings.replace, cluster, say) if settings.replace else None
+    login = (settings.user, lambda: read_token(settings.password)) if settings.user else None
+    etcd = Etcd(settings.endpoints, cluster, settings.ca, cert=settings.cert, login=login)
     seat = Seat(
-        Signed(etcd, said["cluster"], keys, tell), member, said["replicas"], said["grace"], tell, path,
-        operator=operator, wait=said["replace_seconds"], void=Persistent(node, tell), code=code,
+        Signed(etcd, cluster, keys, say), member, settings.replicas, settings.grace, say, settings.kept,
+        operator=operator, wait=settings.replace_seconds, void=Persistent(node, say), code=code,
     )
-    own, odd = addresses(member.address) if said["own"] else [], ""
-    with contextlib.closing(MemoryShelf(Path(said["directory"]), member.site.name)) as shelf, contextlib.closing(seat):
+    own, odd = addresses(member.address) if settings.own else [], ""
+    with contextlib.closing(MemoryShelf(settings.directory, member.site.name)) as shelf, contextlib.closing(seat):
         while not ending.is_set():
             began = time.monotonic()
             try:
@@ -68,7 +63,7 @@ def sit(
             except Exception as error:  # an address that is none, a file that cannot be read; nothing costs the lease
                 why = said_of(error)
                 if odd != why:
-                    tell("problem", why=f"placement is not followed: {why}")
+                    say("problem", why=f"placement is not followed: {why}")
                 odd = why
             ending.wait(max(0.1, TURN_SECONDS - (time.monotonic() - began)))
 

@@ -1,137 +1,104 @@
 """The process that keeps copies of other nodes' versions: started, watched and ended by the node (child.py).
 
-    copying = Copying(config, key, address, say)      key: that this node shows to others; address: of its own API
-    copying.tell(key)                                 another one from now on
+    child = copying(config, key, address, say)        in the node
+    child.order(other_tokens(config, key))            another key from now on
 
 It has the cores that no capture is pinned to, at a lower priority. The process itself: worker.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.proof import node_key
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.durable import check_writable
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.node.child import Beside
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.protect import Protect
 from flowcheck.node.config.tokens import read_token, read_tokens
+from flowcheck.node.process.child import ChildProcess
+from flowcheck.node.protect.border import (
+    PROGRAM,
+    CopierSettings,
+    OtherTokens,
+    ParitySettings,
+    RegistrySettings,
+    Rules,
+)
 from flowcheck.node.protect.registry_etcd import check_endpoints
 from flowcheck.node.tokens import PEER
 from updater.reader import not_mine
 
-__all__ = ["Copying", "check_copies"]
-
+__all__ = ["check_copies", "copying", "other_tokens"]
 
 PLACE = "a directory that the node may write to as protect.directory, on tmpfs, and free space"
 
 
-class Copying(Beside):
-    """config: with `protect`."""
-
-    def __init__(self, config: NodeConfig, key: str, address: str, say: Callable[..., None]) -> None:
-        protect, nodes, directory = config.protect, config.nodes, config.copies
-        assert protect is not None and directory is not None
-        registry = {
-            "endpoints": list(nodes.registry), "cluster": nodes.cluster, "ca": nodes.registry_ca,
-            "cert": [str(nodes.registry_cert), str(nodes.registry_key)] if nodes.registry_cert else None,
-            "user": nodes.registry_user, "password": str(nodes.registry_password_file or ""),
-            "replicas": protect.states, "grace": protect.grace, "address": config.advertise or address,
-            "follows": bool(config.capture), "standby": protect.standby, "own": protect.own,
-            "code": protect.code if protect.placed else None, "kept": str(config.placement),
-            "replace": list(protect.replace), "replace_seconds": protect.replace_seconds,
-            "directory": str(config.replica.directory),
-            "site": {"name": config.name, "host": nodes.host, "leaf": nodes.leaf, "rack": nodes.rack},
-        }
-        super().__init__("flowcheck.node.protect.worker", "keeps copies of other nodes' versions", {
-            "directory": str(directory), "key": key, "keys": _keys(config),
-            "ca": config.tls.ca if config.tls is not None else "",
-            "sources": protect.addresses, "journal": protect.journals, "token": self._token(config),
-            "own": config.advertise or address, "rate": (protect.mb_per_second or 0) << 20,
-            "cores": sorted(os.sched_getaffinity(0) - config.pinned),
-            "rules": {"every": protect.every, "keep": protect.keep, "most": protect.memory_mb << 20,
-                      "seconds": protect.seconds},
-            "registry": registry if nodes.registry else None, "parity": _rounds(config),
-        }, say)
-
-        self._config = config
-
-    def tell(self, key: str) -> None:
-        said: dict[str, Any] = {"key": key}
-        with contextlib.suppress(FlowcheckError):  # it was read a moment ago; if it cannot be now, what was stays
-            said |= {"keys": _keys(self._config), "token": self._token(self._config)}
-        self.order(said)
-
-    @staticmethod
-    def _token(config: NodeConfig) -> str:
-        """That journals are asked for with; "": none is kept. Raises UserError or EnvironmentProblem."""
-        assert config.protect is not None
-        return config.token("peer").decode() if config.protect.journal else ""
-
-    def _tell(self, event: str, name: str, said: Mapping[str, Any]) -> None:
-        match event:
-            case "copied":
-                self.well()
-                self._say("copied", name=name, source=said["source"], step=said["step"], bytes=said["bytes"],
-                          seconds=said["seconds"], path=said["path"])
-            case "uncopied":
-                self._say("uncopied", name=name, source=said["source"], why=said["why"])
-            case "protected":
-                self.well()
-                self._say("protected", name=name, epoch=said["epoch"], step=said["step"], shards=said["shards"],
-                          stream=said["stream"], bytes=said["bytes"], padded=said["padded"], seconds=said["seconds"],
-                          path=said["path"])
-            case "unprotected":
-                self._say("unprotected", name=name, why=said["why"])
-            case "redone":
-                self._say("redone", name=name, source=said["source"], step=said["step"], base=said["base"],
-                          seconds=said["seconds"], why=said["why"], path=said["path"])
-            case "unjournaled":
-                self._say("unjournaled", name=name, source=said["source"], why=said["why"])
-            case "registered":
-                self._say("registered", members=said["members"], root=said["root"], epoch=said["epoch"])
-            case "unsigned":
-                self._say("unsigned", keys=said["keys"], count=said["count"], why=said["why"])
-            case "unregistered":
-                self._say("unregistered", why=said["why"], epoch=said["epoch"], copies=said["copies"])
-            case "placed":
-                self._say("placed", epoch=said["epoch"], members=said["members"], copies=said["copies"],
-                          holders=said["holders"], alone=said["alone"], together=said["together"],
-                          parity=said["parity"])
-            case "recovering":
-                self._say("recovering", epoch=said["epoch"], lost=said["lost"], asked=said["asked"],
-                          steps=said["steps"], void=said["void"])
-            case "replacing":
-                self._say("replacing", lost=said["lost"], recovery=said["recovery"])
-            case "fallback":
-                self._say("fallback", run_id=said["run_id"], shards=said["shards"], step=said["step"], why=said["why"])
-            case "restored":
-                self._say("restored", epoch=said["epoch"], since=said["since"])
-            case "removed":
-                self._say("removed", name=name, run_id=said["run_id"], step=said["step"], path=said["path"],
-                          why=said["why"])
-            case "problem":
-                self._say("problem", name=name, why=said["why"])
+def copying(config: NodeConfig, key: str, address: str, say: Callable[..., None]) -> ChildProcess:
+    """config: with `protect`. key: that this node shows to others. address: of its own API. say: events. Raises
+    UserError or EnvironmentProblem: a token cannot be read."""
+    protect, directory = config.protect, config.copies
+    assert protect is not None and directory is not None
+    return ChildProcess(PROGRAM, CopierSettings(
+        directory=directory, key=key, keys=_keys(config), token=_token(config), ca=_ca(config),
+        sources=tuple(protect.addresses), journal=tuple(protect.journals), own=config.advertise or address,
+        rate=(protect.mb_per_second or 0) << 20, cores=tuple(sorted(os.sched_getaffinity(0) - config.pinned)),
+        rules=Rules(protect.every, protect.keep, protect.memory_mb << 20, protect.seconds),
+        registry=_registry(config, protect, address) if config.nodes.registry else None, parity=_rounds(config),
+    ), say)
 
 
-def _keys(config: NodeConfig) -> list[str]:
+def other_tokens(config: NodeConfig, key: str) -> OtherTokens:
+    """key: that this node shows from now on."""
+    try:
+        return OtherTokens(key=key, keys=_keys(config), token=_token(config))
+    except FlowcheckError:  # it was read a moment ago; if it cannot be now, what was stays
+        return OtherTokens(key=key)
+
+
+def _registry(config: NodeConfig, protect: Protect, address: str) -> RegistrySettings:
+    assert config.placement is not None
+    nodes = config.nodes
+    certificate = nodes.registry_cert, nodes.registry_key
+    return RegistrySettings(
+        endpoints=tuple(nodes.registry), cluster=nodes.cluster, ca=str(nodes.registry_ca),
+        cert=(str(certificate[0]), str(certificate[1])) if certificate[0] else None,
+        user=nodes.registry_user, password=str(nodes.registry_password_file or ""),
+        replicas=protect.states, grace=protect.grace, address=config.advertise or address,
+        follows=bool(config.capture), standby=protect.standby, own=protect.own,
+        code=protect.code if protect.placed else None, kept=config.placement,
+        replace=tuple(protect.replace), replace_seconds=protect.replace_seconds, directory=config.replica.directory,
+        site=Site(config.name, nodes.host, nodes.leaf, nodes.rack),
+    )
+
+
+def _ca(config: NodeConfig) -> str:
+    return str(config.tls.ca) if config.tls is not None else ""
+
+
+def _token(config: NodeConfig) -> str:
+    """That journals are asked for with; "": none is kept. Raises UserError or EnvironmentProblem."""
+    assert config.protect is not None
+    return config.token("peer").decode() if config.protect.journal else ""
+
+
+def _keys(config: NodeConfig) -> tuple[str, ...]:
     """Of each token of nodes that is accepted. Raises UserError or EnvironmentProblem."""
-    return [node_key(token).hex() for token in read_tokens(config.token_files[PEER])]
+    return tuple(node_key(token).hex() for token in read_tokens(config.token_files[PEER]))
 
 
-def _rounds(config: NodeConfig) -> dict[str, Any] | None:
+def _rounds(config: NodeConfig) -> ParitySettings | None:
     """A member's part in a group with parity; which one, if the registry does not say it."""
     protect = config.protect
-    if protect is None or protect.code is None:
+    if protect is None or protect.code is None or config.parity is None:
         return None
-    return {"code": protect.code, "number": config.member, "members": protect.members,
-            "data": protect.group[: protect.code[0]], "directory": str(config.parity)}
+    return ParitySettings(code=protect.code, number=config.member, members=tuple(protect.members),
+                          data=tuple(protect.group[: protect.code[0]]), directory=config.parity)
 
 
 def check_copies(config: NodeConfig) -> Path:

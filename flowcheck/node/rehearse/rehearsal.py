@@ -31,15 +31,15 @@ from flowcheck.diagnose.inspect import document_of, survey_live
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
-from flowcheck.node.budget import Budget, ask, budget
+from flowcheck.node.check.budget import Budget, ask, budget
 from flowcheck.node.config.load import load
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.checks import check_memory
 from flowcheck.node.ports.captures import naming, plan_captures
 from flowcheck.node.ports.counts import grown
+from flowcheck.node.ports.open_captures import dpdk_errors
 from flowcheck.node.rehearse.jobs import Followed, follow
 from flowcheck.node.rehearse.report import render, report
-from flowcheck.node.service import dpdk_errors
 from flowcheck.rebuild.calibration import settle
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.tables import screen

@@ -23,7 +23,7 @@ from rich.console import Console
 from flowcheck import __version__
 from flowcheck.diagnose.checks import Check, alone, arrival, gaps, sound
 from flowcheck.diagnose.remedies import remedy_of
-from flowcheck.node.budget import Budget, CaptureFigures
+from flowcheck.node.check.budget import Budget, CaptureFigures
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import PlannedCapture
 from flowcheck.node.ports.drops import OWN, describe

@@ -29,6 +29,9 @@ from flowcheck.rebuild.version.events import (
 
 __all__ = ["closed_fields", "line"]
 
+Number = Callable[[int], int]
+_Line = tuple[str, dict[str, Any]]
+
 _REMEDIES = {
     "placing": "its packets are placed, or looked at, late: more capture.queues, each with cores of its own in"
     " capture.cores and capture.place_cores, and a core for the group's thread",
@@ -41,72 +44,10 @@ _REMEDIES = {
 }
 
 
-def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any]] | None:
+def line(event: Event, number: Number) -> tuple[str, dict[str, Any]] | None:
     """None: it has no line of its own, or more belongs to it."""
-    match event:
-        case Waiting():
-            return "waiting", {"iteration": number(event.iteration), "why": event.why}
-        case Timed():
-            return "times", _times(event, number)
-        case Behind():
-            return "behind", {
-                "iteration": number(event.iteration), "late_ms": _ms(event.late), "in_a_row": event.in_a_row,
-                "left": event.left, "why": _why_behind(event),
-            }
-        case OnTime():
-            return "on_time", {"iteration": number(event.iteration)}
-        case GivenUp():
-            waiting, room = event.rings
-            why = "iterations wait for arenas" if event.waits else "packets come faster than they are placed"
-            return "overload", {
-                "iteration": number(event.first),
-                "why": f"{why}, and a ring has {waiting} of {room} packets: from here on they are counted and not"
-                " placed, until what waits is done",
-            }
-        case Begun():
-            why = ("all of the job's state is asked for by ranges: no version is published until the trainers have sent"
-                   " their own state of these elements")
-            if not event.elements:
-                why = "the version before this iteration is here, and nothing of it is stale"
-            return "begun", {"iteration": number(event.iteration), "elements": event.elements, "why": why}
-        case Held():
-            what = "the iteration was lost whole" if event.all else "its version is built without them"
-            return "stale", {
-                "iteration": number(event.iteration), "elements": event.stale,
-                "why": f"{event.why}; {what}, and none is published until the trainers have sent their own state of"
-                " these elements",
-            }
-        case Asked():
-            return "ranges", {
-                "iteration": number(event.iteration), "elements": event.elements, "bytes": event.nbytes,
-                "ranks": list(event.ranks),
-            }
-        case Patched():
-            return "patched", {
-                "iteration": number(event.iteration), "since": number(event.since), "elements": event.elements,
-                "bytes": event.nbytes, "source": "trainer",
-            }
-        case FromPeers():
-            return "peers", {
-                "iteration": number(event.iteration), "bytes": event.nbytes, "filled": dict(event.filled),
-                "failed": dict(event.failed),
-            }
-        case CaughtUp():
-            return "caught_up", {
-                "iteration": number(event.iteration), "step": event.step, "source": event.source,
-                "bytes": event.nbytes, "seconds": round(event.seconds, 3),
-            }
-        case NotCaughtUp():
-            return "not_caught_up", {
-                "failed": dict(event.failed),
-                "why": "no version of a peer was taken: trainers are asked for all of the state by ranges",
-            }
-        case Skipped():
-            why = f"they passed {event.why}"
-            return "unjudged", {"first": number(event.first), "last": number(event.last), "why": why}
-        case TakenUp():
-            return "recovered", {"first": number(event.first), "last": number(event.last), "packets": event.packets}
-    return None
+    made = _LINES.get(type(event))
+    return made(event, number) if made is not None else None
 
 
 def closed_fields(
@@ -124,7 +65,7 @@ def closed_fields(
     }
 
 
-def _times(event: Timed, number: Callable[[int], int]) -> dict[str, Any]:
+def _times(event: Timed, number: Number) -> dict[str, Any]:
     """Milliseconds after the first byte, but for that itself."""
     times, first = event.times, event.times.first
 
@@ -153,3 +94,102 @@ def _why_behind(event: Behind) -> str:
 
 def _ms(ns: int) -> float:
     return round(ns / 1e6, 3)
+
+
+# -- one for each event ------------------------------------------------------------------------------------------------
+
+
+def _waiting(event: Waiting, number: Number) -> _Line:
+    return "waiting", {"iteration": number(event.iteration), "why": event.why}
+
+
+def _timed(event: Timed, number: Number) -> _Line:
+    return "times", _times(event, number)
+
+
+def _behind(event: Behind, number: Number) -> _Line:
+    return "behind", {
+        "iteration": number(event.iteration), "late_ms": _ms(event.late), "in_a_row": event.in_a_row,
+        "left": event.left, "why": _why_behind(event),
+    }
+
+
+def _on_time(event: OnTime, number: Number) -> _Line:
+    return "on_time", {"iteration": number(event.iteration)}
+
+
+def _given_up(event: GivenUp, number: Number) -> _Line:
+    waiting, room = event.rings
+    why = "iterations wait for arenas" if event.waits else "packets come faster than they are placed"
+    return "overload", {
+        "iteration": number(event.first),
+        "why": f"{why}, and a ring has {waiting} of {room} packets: from here on they are counted and not placed, until"
+               " what waits is done",
+    }
+
+
+def _begun(event: Begun, number: Number) -> _Line:
+    why = ("all of the job's state is asked for by ranges: no version is published until the trainers have sent their"
+           " own state of these elements")
+    if not event.elements:
+        why = "the version before this iteration is here, and nothing of it is stale"
+    return "begun", {"iteration": number(event.iteration), "elements": event.elements, "why": why}
+
+
+def _held(event: Held, number: Number) -> _Line:
+    what = "the iteration was lost whole" if event.all else "its version is built without them"
+    return "stale", {
+        "iteration": number(event.iteration), "elements": event.stale,
+        "why": f"{event.why}; {what}, and none is published until the trainers have sent their own state of these"
+               " elements",
+    }
+
+
+def _asked(event: Asked, number: Number) -> _Line:
+    return "ranges", {
+        "iteration": number(event.iteration), "elements": event.elements, "bytes": event.nbytes,
+        "ranks": list(event.ranks),
+    }
+
+
+def _patched(event: Patched, number: Number) -> _Line:
+    return "patched", {
+        "iteration": number(event.iteration), "since": number(event.since), "elements": event.elements,
+        "bytes": event.nbytes, "source": "trainer",
+    }
+
+
+def _from_peers(event: FromPeers, number: Number) -> _Line:
+    return "peers", {
+        "iteration": number(event.iteration), "bytes": event.nbytes, "filled": dict(event.filled),
+        "failed": dict(event.failed),
+    }
+
+
+def _caught_up(event: CaughtUp, number: Number) -> _Line:
+    return "caught_up", {
+        "iteration": number(event.iteration), "step": event.step, "source": event.source, "bytes": event.nbytes,
+        "seconds": round(event.seconds, 3),
+    }
+
+
+def _not_caught_up(event: NotCaughtUp, number: Number) -> _Line:
+    return "not_caught_up", {
+        "failed": dict(event.failed),
+        "why": "no version of a peer was taken: trainers are asked for all of the state by ranges",
+    }
+
+
+def _skipped(event: Skipped, number: Number) -> _Line:
+    return "unjudged", {"first": number(event.first), "last": number(event.last), "why": f"they passed {event.why}"}
+
+
+def _taken_up(event: TakenUp, number: Number) -> _Line:
+    return "recovered", {"first": number(event.first), "last": number(event.last), "packets": event.packets}
+
+
+_LINES: dict[type[Event], Callable[[Any, Number], _Line]] = {
+    Waiting: _waiting, Timed: _timed, Behind: _behind, OnTime: _on_time, GivenUp: _given_up, Begun: _begun, Held: _held,
+    Asked: _asked, Patched: _patched, FromPeers: _from_peers, CaughtUp: _caught_up, NotCaughtUp: _not_caught_up,
+    Skipped: _skipped, TakenUp: _taken_up,
+}

@@ -19,8 +19,8 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from flowcheck.job.version_status import DIVERGED, FOLLOWS, UNVERIFIED, VERIFIED, kind_of
-from flowcheck.node.status.counters import BUCKETS, CONDITIONS, STAGES
 from flowcheck.node.status.event_log import FORMER
+from flowcheck.node.status.group_tally import BUCKETS, CONDITIONS, STAGES
 from flowcheck.rebuild.iteration.merger import SOURCES
 from flowcheck.rebuild.iteration.verdict import Clause
 

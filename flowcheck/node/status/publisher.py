@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from flowcheck import __version__
 from flowcheck.node.status.board import Board
-from flowcheck.node.status.counters import EVENTS, ROWS, Tally
+from flowcheck.node.status.counters import EVENTS, Tally
+from flowcheck.node.status.group_tally import ROWS
 
 if TYPE_CHECKING:  # what has no port runs without DPDK
     from flowcheck.node.ports.captures import PlannedCapture

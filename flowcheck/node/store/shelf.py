@@ -23,7 +23,8 @@ from flowcheck.checkpoint.users import users_of
 from flowcheck.control.ask import STORE, Offer, spans
 from flowcheck.control.user_state import USER_BYTES
 from flowcheck.errors import UserError
-from flowcheck.node.versions.holdings import Gone, Held, Holding, Shelf, id_of
+from flowcheck.node.versions.held import Gone, Held, Holding
+from flowcheck.node.versions.holdings import Shelf, id_of
 
 __all__ = ["StoreShelf"]
 

@@ -19,7 +19,6 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from flowcheck.checkpoint.directory import Meta
 from flowcheck.checkpoint.objects import Objects, open_store
@@ -29,10 +28,13 @@ from flowcheck.control.proof import node_key, voucher
 from flowcheck.control.start import line_of
 from flowcheck.durable import let_read
 from flowcheck.errors import FlowcheckError, said_of
-from flowcheck.node.child import Lines, begun, guarded
+from flowcheck.node.config.store import Store
 from flowcheck.node.config.tokens import read_token
+from flowcheck.node.process.child import Lines, begun, guarded
+from flowcheck.node.store.border import EVENTS, StoreSettings
 from flowcheck.node.versions.divergences import Notices
-from flowcheck.node.versions.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
+from flowcheck.node.versions.held import Gone, Holding, files_of, inode_of
+from flowcheck.node.versions.holdings import MemoryShelf
 from flowcheck.node.versions.runs import run_folder
 from flowcheck.node.versions.user_states import GATHER_SECONDS, ranks_in, steps_of, user_folder, users_in
 from updater.errors import UpdaterError
@@ -58,9 +60,9 @@ class Wants:
     seconds: float = 60.0
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Wants:
-        rules = Rules(settings["keep"], settings["keep_hours"] * 3600, settings["keep_every"])
-        return cls(settings["every"], settings["minutes"], rules, settings["seconds"])
+    def of(cls, store: Store) -> Wants:
+        return cls(store.every, store.minutes, Rules(store.keep, store.keep_hours * 3600, store.keep_every),
+                   store.seconds)
 
 
 def lane_name(node: str, shard: str, run_id: str) -> str:
@@ -283,27 +285,26 @@ def probe(objects: Objects, node: str) -> None:
 
 def main() -> int:
     """The process itself."""
-    settings = begun()
-    if not settings:
+    settings = begun(StoreSettings)
+    if settings is None:
         return 0
-    let_read(settings["readable_by"])
-    stopping, say = threading.Event(), Lines()
-    if not settings["probe"]:
+    let_read(settings.readable_by)
+    stopping, say = threading.Event(), Lines(EVENTS)
+    if not settings.probe:
         say.live()
     threading.Thread(target=_read_to_the_end, args=(stopping,), daemon=True).start()
-    store = settings["store"]
     opened: list[Objects] = []
     opening = threading.Thread(target=_open, args=(settings, opened, say), daemon=True)  # a mount may hang, too
     opening.start()
-    opening.join(store["seconds"])
-    if not opened or settings["probe"]:
+    opening.join(settings.store.seconds)
+    if not opened or settings.probe:
         if opening.is_alive():
             say("unstored", name="", step=None, again=None,
-                why=f"{store['url']}: no answer within {store['seconds']:g} s")
+                why=f"{settings.store.url}: no answer within {settings.store.seconds:g} s")
         os._exit(0 if opened and not opening.is_alive() else HUNG)
-    shelf = MemoryShelf(Path(settings["replicas"]), settings["node"], vouch=partial(_vouch, settings["token_file"]))
-    shelf.notices = Notices(Path(settings["replicas"]), settings["node"])
-    persister = Persister(opened[0], shelf, settings["node"], Wants.of(store), say)
+    shelf = MemoryShelf(settings.replicas, settings.node, vouch=partial(_vouch, settings.token_file))
+    shelf.notices = Notices(settings.replicas, settings.node)
+    persister = Persister(opened[0], shelf, settings.node, Wants.of(settings.store), say)
     while not stopping.wait(LOOK_SECONDS):
         persister.look()
         if persister.hung():
@@ -312,20 +313,19 @@ def main() -> int:
     os._exit(0)  # threads that hang are not waited for
 
 
-def _vouch(token_file: str, run_id: str, epoch: int) -> str:
-    """With the nodes' token as its file is now; "": no token, or it cannot be read just now."""
+def _vouch(token_file: Path | None, run_id: str, epoch: int) -> str:
+    """With the nodes' token as its file is now; "": there is none, or it cannot be read just now."""
     with contextlib.suppress(FlowcheckError):
-        if token_file:
+        if token_file is not None:
             return voucher(node_key(read_token(token_file).encode()), run_id, epoch)
     return ""
 
 
-def _open(settings: Mapping[str, Any], opened: list[Objects], say: Callable[..., None]) -> None:
-    store = settings["store"]
+def _open(settings: StoreSettings, opened: list[Objects], say: Callable[..., None]) -> None:
     try:
-        objects = open_store(store["url"], store["options"])
-        if settings["probe"]:
-            probe(objects, settings["node"])
+        objects = open_store(settings.store.url, settings.store.options)
+        if settings.probe:
+            probe(objects, settings.node)
         opened.append(objects)
     except Exception as error:
         say("unstored", name="", step=None, again=None, why=said_of(error))

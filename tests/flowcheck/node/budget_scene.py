@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from flowcheck.node.budget import Budget, MachineFacts, budget
+from flowcheck.node.check.budget import Budget, MachineFacts, budget
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 

@@ -17,7 +17,7 @@ import torch
 
 from flowcheck.control.protocol import Hello, Link, RecordsError
 from flowcheck.control.tensors import header, packed_bytes, pieces
-from flowcheck.node.groups import control
+from flowcheck.node.groups import connection
 from flowcheck.node.groups.inbox import Inbox
 
 
@@ -28,6 +28,7 @@ class NotedGroup:
                  ) -> None:
         self.plan, self.why, self.refuses, self.final = plan, why, refuses, final
         self.inbox = Inbox(1 << 30)
+        self.ranks = self
         self.joined: list[tuple[Any, ...]] = []
         self.member: Any = None
         self.said: queue.Queue[Any] = queue.Queue()
@@ -119,7 +120,7 @@ def entering() -> Iterator[Enter]:
 
         def run() -> None:
             try:
-                control._Connection(near, hello, group_of).run()
+                connection.Connection(near, hello, group_of).run()
                 ended.append(None)
             except RecordsError as error:
                 ended.append(error)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from parser.placers import Placers
 
-import flowcheck.node.groups.group
+import flowcheck.node.groups.intake
 from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice, Job
@@ -23,7 +23,8 @@ from flowcheck.node.config.control import Api, Control
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.config.store import Output
-from flowcheck.node.groups.group import Group
+from flowcheck.node.groups.assigning import Assigning
+from flowcheck.node.groups.intake import attended
 from flowcheck.node.groups.members import Inbound, RankSession
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.ports.silence import Arrivals
@@ -171,7 +172,8 @@ class FakePort(Arrivals):
 
     name = "af_packet:eth1"
 
-    def __init__(self) -> None:
+    def __init__(self, queues: Any = (), placers: Any = None) -> None:
+        self.queues, self.placers = queues, placers
         self.count = 0
         self.dropped: dict[str, int] = {}
 
@@ -196,7 +198,8 @@ class Scene:
     """group, what it said, and the sessions that it began."""
 
     def __init__(self, folder: Path, say: Callable[..., None] | None = None, *, name: str = "", every: int = 0,
-                 hashes: bool = True, rings: int = 1, shadow: int | None = None, **replica: Any) -> None:
+                 hashes: bool = True, rings: int = 1, shadow: int | None = None, common: Common | None = None,
+                 **replica: Any) -> None:
         config = NodeConfig(
             control=Control(listen="127.0.0.1:0", token_file=folder / "token"), capture=Capture(device="none"),
             replica=ReplicaSettings(directory=folder, **{"resync": "state", **replica}),
@@ -208,17 +211,22 @@ class Scene:
         self.written = Written()
         self.rings = [MemoryRing() for _ in range(rings)]
         self.placers = Placers([ring.ring_address for ring in self.rings])
-        self.port = FakePort()
+        self.port = FakePort(self.rings, self.placers)
         self.sessions: list[FakeSession] = []
-        self.common = Common("node", 60.0, config.replica.slots, self._said, lambda: self.now)
-        self.group = Group(
-            name, config, self.rings, self.placers, self.port,
-            say or self._said,
-            self.written, self.written if hashes else None, self.common,  # type: ignore[arg-type]
+        self.common = common or Common("node", 60.0, config.replica.slots, self._said, lambda: self.now)
+        self.group = attended(
+            name, config, self.port, say or self._said, self.written,  # type: ignore[arg-type]
+            self.written if hashes else None, self.common, lambda: self.now,  # type: ignore[arg-type]
         )
+        self.intake = self.group.intake
 
     def _said(self, event: str, **fields: Any) -> None:
         self.said.append((event, fields))
+
+    @property
+    def assigning(self) -> Assigning:
+        """That looks for channels: its process is a real one, whose answers a test gives (private for that alone)."""
+        return self.intake._planning._assigning
 
     @property
     def session(self) -> FakeSession:
@@ -226,20 +234,16 @@ class Scene:
 
     def join(self, rank: int = 0, run: tuple[str, int, int] = ("synth-0", 0, 2), instance: str = "") -> Peer:
         peer = Peer(rank)
-        assert self.group.join(run, peer.member, instance) == ""
+        assert self.intake.ranks.join(run, peer.member, instance) == ""
         return peer
 
     def post(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        self.group.put(Inbound(peer.member, message, tensors or {}))
+        self.intake.put(Inbound(peer.member, message, tensors or {}))
 
     def turn(self) -> None:
         """All that is in the inbox, as the group's thread takes it."""
-        self.group._follow(self.group._start)
-        while self.group._handle_one():
-            self.group._follow(self.group._start)
-        self.group._ask_again()
-        if self.group._session is None:
-            self.group._look_for_ranks()
+        while self.intake.tick():
+            pass
 
     def give(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.post(peer, message, tensors)
@@ -247,7 +251,7 @@ class Scene:
 
     def happens(self, *events: Event) -> None:
         """The session returns events."""
-        self.group._take(events)
+        self.group.take(events)
 
     def follow(self, job: Job | None = None, *, first: int = 0, **join: Any) -> Peer:
         """Rank 0 joins and sends a whole manifest: a session begins."""
@@ -270,7 +274,7 @@ def fake_sessions() -> Any:
         return begun[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flowcheck.node.groups.group, "LiveSession", begin)
+        patch.setattr(flowcheck.node.groups.intake, "LiveSession", begin)
         yield begun
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flowcheck.job.model import BucketSlice
-from flowcheck.node.versions.holdings import Held
+from flowcheck.node.versions.held import Held
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

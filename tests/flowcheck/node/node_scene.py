@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import service
+from flowcheck.node.groups import groups
 from flowcheck.node.groups.inbox import Inbox
+from flowcheck.node.ports import open_captures
 from flowcheck.node.ports.drops import OWN
 
 from ..memory_ring import MemoryRing
@@ -83,11 +84,8 @@ class World:
 
         return Capture()
 
-    def group(
-        self, name: str, config: Any, sources: Any, placers: Any, port: Any, say: Any, writer: Any, hashes: Any,
-        common: Any,
-    ) -> Any:
-        self.groups.append(NotedGroup(self, name, config, sources, placers, port, say, writer, hashes))
+    def group(self, name: str, config: Any, port: Any, say: Any, writer: Any, hashes: Any, common: Any) -> Any:
+        self.groups.append(NotedGroup(self, name, config, port, say, writer, hashes))
         self.groups[-1].common = common
         return self.groups[-1]
 
@@ -115,7 +113,8 @@ def _noting(world: World, name: str) -> Any:
 class NotedGroup:
     def __init__(self, world: World, name: str, *given: Any) -> None:
         self.world, self.name, self.given = world, name, given
-        self.sources, self.placers, self.port = given[1:4]
+        self.intake = self.ranks = self  # its parts are noted as one
+        self.port = given[1]
         self.members: dict[int, Any] = {}
         self.plan: Any = None
         self.failure: BaseException | None = None
@@ -138,7 +137,7 @@ class NotedGroup:
 
 
 def put_in(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(service, "start_eal", world.start_eal)
-    monkeypatch.setattr(service, "LiveSource", world.source)
-    monkeypatch.setattr(service, "Group", world.group)
+    monkeypatch.setattr(open_captures, "start_eal", world.start_eal)
+    monkeypatch.setattr(open_captures, "LiveSource", world.source)
+    monkeypatch.setattr(groups, "attended", world.group)
     return world

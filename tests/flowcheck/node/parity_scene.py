@@ -14,7 +14,7 @@ import torch
 from flowcheck.control.proof import node_key
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
-from flowcheck.node.protect.supervisor import Copying
+from flowcheck.node.protect.supervisor import copying
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -61,7 +61,7 @@ class Node:
 
         self.events = events
         self._serving = Serving(config, TOKEN, say)
-        self._copying = Copying(config, node_key(TOKEN).hex(), address, say)
+        self._copying = copying(config, node_key(TOKEN).hex(), address, say)
 
     def whole(self) -> bool:
         self._copying.look()
@@ -69,7 +69,7 @@ class Node:
 
     def lose(self) -> None:
         """kill -9 of what it started, and its memory with it."""
-        for process in (self._serving._process, self._copying._process):
+        for process in (self._serving.child.process, self._copying.process):
             assert process is not None
             process.kill()
             process.wait(LONGEST)

@@ -25,6 +25,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.api import routes as api
 from flowcheck.node.api import worker as answering
 from flowcheck.node.api.description import describe
+from flowcheck.node.api.guard import Guard
 from flowcheck.node.api.routes import make_app
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.api.worker import serve, server_of
@@ -34,7 +35,8 @@ from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.groups.control import ControlServer
 from flowcheck.node.groups.inbox import Inbox
 from flowcheck.node.tokens import Access
-from flowcheck.node.versions.holdings import Gone, Shelf
+from flowcheck.node.versions.held import Gone
+from flowcheck.node.versions.holdings import Shelf
 
 from ..certificates import issue
 from ..hand_node import LONGEST, until
@@ -91,7 +93,7 @@ def guarded() -> Iterator[Callable[..., Any]]:
 
     def make(keys: Callable[[], Any]) -> Any:
         made.append(api._Api({"memory": Empty()}))
-        return api._Guard(made[-1].app, keys)
+        return Guard(made[-1].app, keys)
 
     yield make
     for one in made:
@@ -270,6 +272,10 @@ class Group:
     plan = None
     inbox = Inbox(1 << 30)
 
+    @property
+    def ranks(self) -> Group:
+        return self
+
     def refused(self, run: tuple[str, int, int]) -> str:
         return ""
 
@@ -399,7 +405,7 @@ def test_http_is_tls_too_and_takes_other_keys_and_certificates(tmp_path: Path) -
         own.key.write_bytes(second.key.read_bytes())
         (tmp_path / "reader").write_text("another token of readers")
         assert found.look(at_once=True)
-        node.tell(found.keys)
+        node.renew(found.keys)
         until(lambda: offers(second.ca, "trainer") == "[]")
         assert offers(second.ca, "reader") == "the token is wrong"  # the old one: there is one line in the file
 

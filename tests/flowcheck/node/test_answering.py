@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from flowcheck.errors import UserError
 from flowcheck.node.api import worker as answering
+from flowcheck.node.api.border import ApiSettings, OtherKeys
 from flowcheck.node.api.sending import Offering
 from flowcheck.node.api.worker import ASK_SECONDS, LOOK_SECONDS, TAKE_SECONDS, _Client, _Loop, _Settings
 from flowcheck.node.doors.http_door import Limits
@@ -202,24 +203,23 @@ def test_it_serves_one_socket_on_a_loop_of_its_own() -> None:
 
 
 def test_without_certificates_nothing_is_encrypted() -> None:
-    settings = _Settings({"keys": {"a": ["reader"]}, "shown": "b", "tls": None})
-    assert settings.listening() is None and (settings.keys, settings.shown) == ({"a": ["reader"]}, "b")
-    settings.take({"keys": {"c": ["operator"]}, "shown": "d"})
-    assert (settings.keys, settings.shown) == ({"c": ["operator"]}, "d")
+    settings = _Settings(given(keys={"a": ["reader"]}, shown="b"))
+    assert settings.listening() is None and (settings.keys, settings.shown) == ({"a": ("reader",)}, "b")
+    settings.take(OtherKeys(keys={"c": ("operator",)}, shown="d"))
+    assert (settings.keys, settings.shown) == ({"c": ("operator",)}, "d")
 
 
 def test_each_connection_has_the_newest_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
+    made, good = list[Any](), True
 
     def context(*files: Path) -> Any:
-        if not files[0].name.startswith("good"):
+        if not good:
             raise UserError("no pair")
         made.append(SimpleNamespace(files=files, sni_callback=None))
         return made[-1]
 
     monkeypatch.setattr(answering, "server_context", context)
-    files = ["good.pem", "key.pem"]
-    settings = _Settings({"keys": {}, "shown": "", "tls": files})
+    settings = _Settings(given(tls=["good.pem", "key.pem"]))
     assert made[0].files == (Path("good.pem"), Path("key.pem"))
     listening = settings.listening()
     assert listening is not None and listening("config", "default") is made[1]
@@ -230,34 +230,43 @@ def test_each_connection_has_the_newest_certificate(tmp_path: Path, monkeypatch:
         return connection.context
 
     assert newest() is made[0]
-    settings.take({"keys": {}, "shown": ""})
+    settings.take(OtherKeys(keys={}, shown=""))
     assert newest() is made[2]
-    files[0] = "bad.pem"
-    settings.take({"keys": {"new": ["reader"]}, "shown": "x"})
-    assert newest() is made[2] and settings.keys == {"new": ["reader"]} and settings.shown == "x"
+    good = False
+    settings.take(OtherKeys(keys={"new": ("reader",)}, shown="x"))
+    assert newest() is made[2] and settings.keys == {"new": ("reader",)} and settings.shown == "x"
 
 
 def test_a_pair_that_is_none_is_an_error_at_the_beginning(tmp_path: Path) -> None:
     issued = issue(tmp_path)
-    _Settings({"keys": {}, "shown": "", "tls": [str(issued.cert), str(issued.key)]})
+    _Settings(given(tls=[str(issued.cert), str(issued.key)]))
     with pytest.raises(UserError):
-        _Settings({"keys": {}, "shown": "", "tls": [str(issued.key), str(issued.cert)]})
+        _Settings(given(tls=[str(issued.key), str(issued.cert)]))
 
 
 def test_it_is_told_line_by_line_and_ends_with_its_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     server, took = SimpleNamespace(should_exit=False), list[Any]()
     lines = b"".join(json.dumps({"keys": {}, "shown": text}).encode() + b"\n" for text in "abc")
-    monkeypatch.setattr(answering.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
 
     def take(said: Any) -> None:
         assert server.should_exit is False
-        took.append(said["shown"])
+        took.append(said.shown)
 
     answering._follow(server, SimpleNamespace(take=take))  # type: ignore[arg-type]
     assert took == ["a", "b", "c"] and server.should_exit is True
 
 
 # -- what it offers ------------------------------------------------------------------------------------------------
+
+
+def given(**said: Any) -> ApiSettings:
+    """What the process is given, as it comes over its stdin."""
+    return ApiSettings.model_validate_json(json.dumps({
+        "keys": {"k": ["reader"]}, "shown": "s", "tls": None, "node": "n", "replicas": "/r", "checkpoints": "/c",
+        "cores": [], "reserved": 1, "follows": True, "shadow": 3, "copies": None, "store": None, "parity": None,
+        "socket": 11, "board": -1, "names": [], "limits": {"connections": 5, "strangers": 6, "per_address": 7},
+    } | said))
 
 
 class Exit(BaseException):
@@ -276,12 +285,8 @@ class Process:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.did: list[Any] = []
         self.made: dict[str, Any] = {}
-        self.said: dict[str, Any] = {
-            "keys": {"k": ["reader"]}, "shown": "s", "tls": None, "node": "n", "replicas": "/r", "checkpoints": "/c",
-            "cores": [], "reserved": 1, "follows": True, "shadow": 3, "copies": None, "store": None, "parity": None,
-            "socket": 11, "board": -1, "names": [], "limits": {"connections": 5, "strangers": 6, "per_address": 7},
-        }
-        patch.setattr(answering, "begun", lambda: self.said)
+        self.said: ApiSettings | None = given()
+        patch.setattr(answering, "begun", lambda model: self.said)
         patch.setattr(answering, "silent_output", lambda: 12)
         for name in ("MemoryShelf", "DiskShelf", "ParityShelf", "StoreShelf", "StreamShelf", "Placed", "Glance", "Node",
                      "open_store", "client_context"):
@@ -301,7 +306,7 @@ class Process:
 
     def _app(self, shelves: Any, keys: Any, glance: Any, streams: Any, notices: Any, names: Any) -> str:
         self.made = {"shelves": shelves, "keys": keys, "glance": glance, "streams": streams}
-        assert all(shelf.notices is notices for shelf in shelves.values()) and names == []
+        assert all(shelf.notices is notices for shelf in shelves.values()) and names == ()
         return "app"
 
     def _thread(self, target: Any, args: Any, daemon: bool) -> Any:
@@ -314,7 +319,7 @@ class Process:
         raise Exit(status)
 
     def shelves(self, **said: Any) -> dict[str, Any]:
-        self.said |= said
+        self.said = given(**said)
         with pytest.raises(Exit) as ended:
             answering.main()
         assert ended.value.args == (0,)
@@ -330,7 +335,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 
 def test_a_node_that_ended_at_once_needs_nothing(process: Process) -> None:
-    process.said = {}
+    process.said = None
     assert answering.main() == 0 and process.did == []
 
 
@@ -341,9 +346,9 @@ def test_a_node_that_follows_jobs(process: Process) -> None:
         "memory": ("MemoryShelf", (Path("/r"), "n"), {"reserved": 1, "needs": 3}),
         "disk": ("DiskShelf", (Path("/c"),), {"needs": 3}),
     }
-    assert process.made["keys"]() == {"k": ["reader"]}
-    process.settings.take({"keys": {"other": ["reader"]}, "shown": ""})
-    assert process.made["keys"]() == {"other": ["reader"]}
+    assert process.made["keys"]() == {"k": ("reader",)}
+    process.settings.take(OtherKeys(keys={"other": ("reader",)}, shown=""))
+    assert process.made["keys"]() == {"other": ("reader",)}
     assert process.made["glance"] is None and process.made["streams"] is None
 
 
@@ -368,13 +373,13 @@ def test_a_holder_of_parity(process: Process, others: Any, ca: str) -> None:
     name, (directory, nodes, most), more = found["parity"]
     assert (name, directory, most, more) == ("ParityShelf", Path("/p"), 7, {"needs": 3})
     tls = ("client_context", ("our.pem",), {}) if ca else None
-    process.settings.take({"keys": {}, "shown": "newer"})
+    process.settings.take(OtherKeys(keys={}, shown="newer"))
     assert nodes() == [("Node", ((host, port), "newer", OTHERS_SECONDS, tls), {}) for host, port in others]
 
 
 def test_whom_a_placement_says_is_asked(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(answering, "Placed", lambda *some: given.append(some) or (lambda: [("h", 9)]))
+    placed: list[Any] = []
+    monkeypatch.setattr(answering, "Placed", lambda *some: placed.append(some) or (lambda: [("h", 9)]))
     found = process.shelves(parity={"directory": "/p", "others": None, "most": 7, "ca": "", "placement": "/k/x.json"})
-    assert given == [(Path("/k/x.json"), "n")]
+    assert placed == [(Path("/k/x.json"), "n")]
     assert found["parity"][1][1]() == [("Node", (("h", 9), "s", OTHERS_SECONDS, None), {})]

@@ -24,8 +24,10 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.api import routes as api
 from flowcheck.node.api.description import _MORE, describe
-from flowcheck.node.api.routes import OPEN, _key, make_app, may, span_of
-from flowcheck.node.versions.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
+from flowcheck.node.api.guard import OPEN, Guard, key_in, may
+from flowcheck.node.api.routes import make_app, span_of
+from flowcheck.node.versions.held import Gone, Held, Holding
+from flowcheck.node.versions.holdings import Pressed, Shelf, Withheld
 
 KEY = "k" * 64
 SHOWN = [(b"authorization", f"Bearer {KEY}".encode())]
@@ -184,7 +186,7 @@ def disk() -> FakeShelf:
 @pytest.fixture
 def app(memory: FakeShelf, disk: FakeShelf) -> Iterator[Any]:
     made = api._Api({"memory": memory, "disk": disk})
-    yield api._Guard(made.app, KEY)
+    yield Guard(made.app, KEY)
     made.close()
 
 
@@ -243,7 +245,7 @@ def test_who_has_no_key_is_told_so(app: Any) -> None:
 def test_who_has_the_key_of_another_role_is_told_which_it_takes(memory: FakeShelf) -> None:
     made = api._Api({"memory": memory})
     try:
-        answer = get(api._Guard(made.app, lambda: {KEY: ("operator", "peer")}), "/v1/versions")
+        answer = get(Guard(made.app, lambda: {KEY: ("operator", "peer")}), "/v1/versions")
     finally:
         made.close()
     assert answer.status == 403 and memory.threads == set()
@@ -288,7 +290,7 @@ def test_what_is_withheld_is_seen_and_not_offered() -> None:
     memory = FakeShelf(offer("memory", 9, matches=1), offer("memory", 8, matches=0), offer("memory", 7, matches=3))
     memory._needs = 3
     made = api._Api({"memory": memory, "disk": FakeShelf(offer("disk", 8, matches=0))})
-    guarded = api._Guard(made.app, KEY)
+    guarded = Guard(made.app, KEY)
     try:
         said = get(guarded, "/v1/versions").json
         assert [(one["tier"], one["step"], one["matches"]) for one in said["versions"]] == [
@@ -393,7 +395,7 @@ def test_pieces_are_what_this_node_has_itself(memory: FakeShelf) -> None:
     rows.rows = [{"id": rows.offers[0].id, "number": 2}]
     others = {tier: FakeShelf(offer(tier, 9)) for tier in ("copy", "disk", "parity", "store")}
     made = api._Api({"memory": memory, **others}, streams=rows)  # type: ignore[arg-type]
-    guarded = api._Guard(made.app, KEY)
+    guarded = Guard(made.app, KEY)
     try:
         said = get(guarded, "/v1/pieces").json
         assert [one["tier"] for one in said["versions"]] == ["copy", "disk", "memory", "memory"]
@@ -675,7 +677,7 @@ def test_who_may_ask_for_what(path: str, roles: set[str]) -> None:
 ])
 def test_which_key_is_shown(shown: bytes, key: bytes) -> None:
     """A browser shows it as a password, whatever the name."""
-    assert _key(shown) == key
+    assert key_in(shown) == key
 
 
 # -- the description ---------------------------------------------------------------------------------------

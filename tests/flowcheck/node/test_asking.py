@@ -7,20 +7,17 @@ from typing import Any
 import pytest
 
 from flowcheck.control.protocol import Notice, Wanted
-from flowcheck.node.groups import state_requests as uploads
-from flowcheck.node.groups.state_requests import LOOK_SECONDS, OWN, QUIET, SOON, Asking, Uploads
+from flowcheck.node.groups import state_requests
+from flowcheck.node.groups.state_requests import LOOK_SECONDS, OWN, QUIET, SOON, Asking, Beginnings
 
 
 class Scene:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 0.0) -> None:
+    def __init__(self, now: float = 0.0) -> None:
         self.now, self.drops = now, 0
         self.told: list[Any] = []
         self.said: list[tuple[str, dict[str, Any]]] = []
-        pace = Uploads
-        monkeypatch.setattr(uploads, "Uploads", lambda drops: pace(drops, lambda: self.now))
-        self.asking = Asking(
-            self.told.append, lambda event, **fields: self.said.append((event, fields)), lambda: self.drops
-        )
+        self.asking = Asking(self.told.append, lambda event, **fields: self.said.append((event, fields)),
+                             lambda: self.drops, now=lambda: self.now)
 
     def heard(self) -> list[Any]:
         found, self.told[:] = list(self.told), []
@@ -34,8 +31,8 @@ class Scene:
 
 
 @pytest.fixture
-def at(monkeypatch: pytest.MonkeyPatch) -> Scene:
-    return Scene(monkeypatch)
+def at() -> Scene:
+    return Scene()
 
 
 def test_the_first_question_goes_out_at_once_and_nothing_else(at: Scene) -> None:
@@ -106,9 +103,9 @@ def test_a_silent_mirror_is_said_beside_what_waits(at: Scene) -> None:
 # -- the clock's own beginning -------------------------------------------------------------------------------
 
 
-def test_a_job_that_begins_when_the_machine_does_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_begins_when_the_machine_does_waits_no_longer() -> None:
     """A monotonic clock may begin at 0; nothing may be measured from there."""
-    at = Scene(monkeypatch, now=0.0)
+    at = Scene(now=0.0)
     assert at.asking.uploads.due()
     at.asking.uploads.taken()  # of which no beginning was seen: it cost nothing
     at.now = 0.05
@@ -154,7 +151,7 @@ def test_a_chain_of_just_the_length_is_still_a_short_one(at: Scene) -> None:
 
 def test_a_look_is_due_when_its_time_is_over(at: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was dropped is dated by it."""
-    monkeypatch.setattr(uploads, "LOOK_SECONDS", 0.25)
+    monkeypatch.setattr(state_requests, "LOOK_SECONDS", 0.25)
     at.state()
     at.drops = 1
     at.asking.uploads.lost()
@@ -168,20 +165,17 @@ def test_a_look_is_due_when_its_time_is_over(at: Scene, monkeypatch: pytest.Monk
     assert at.asking.uploads.due()
 
 
-def test_versions_that_are_begun_by_ranges_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_are_begun_by_ranges_are_not_asked_for() -> None:
     """They are begun again, at the pace of beginnings; once that cannot be, a state is asked for at the other pace."""
     now, told, said, begun = [1000.0], list[Any](), list[tuple[str, dict[str, Any]]](), list[float]()
-    paces = Uploads, uploads.Beginnings
-    monkeypatch.setattr(uploads, "Uploads", lambda drops: paces[0](drops, lambda: now[0]))
-    monkeypatch.setattr(uploads, "Beginnings", lambda: paces[1](lambda: now[0]))
     asking = Asking(told.append, lambda event, **fields: said.append((event, fields)), lambda: 0,
-                    lambda: begun.append(now[0]))
+                    lambda: begun.append(now[0]), lambda: now[0])
     asking.ask("gone")
     assert (begun, told, said) == ([1000.0], [], [])
     asking.beginnings.begun()
     asking.ask("gone again")
     assert told == [Wanted([], ""), Notice("gone again; a state is asked for later")]
-    assert said == [("deferred", {"seconds": OWN, "why": paces[1].WHY})] and len(begun) == 1
+    assert said == [("deferred", {"seconds": OWN, "why": Beginnings.WHY})] and len(begun) == 1
     now[0] += OWN
     asking.again()
     assert begun == [1000.0, 1000.0 + OWN] and told[2:] == [Notice("")]

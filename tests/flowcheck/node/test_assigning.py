@@ -71,12 +71,12 @@ class Node:
     def until(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + LONGEST
         while not done():
-            self.scene.group._assign()
+            self.scene.turn()
             assert time.monotonic() < end, self.scene.said
             time.sleep(0.002)
 
     def close(self) -> None:
-        self.scene.group._assigning.rest()
+        self.scene.assigning.rest()
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_job_without_channels_is_followed(node: Callable[..., Node], sessions:
     with at.scene.placers:
         for iteration in range(4, 8):
             at.scene.rings[0].put(traffic(job, iteration))
-            at.scene.group._assign()
+            at.scene.turn()
             at.until(lambda: at.scene.rings[0].waiting == 0)
         at.until(lambda: bool(sessions))
     flows = sessions[0].plan.job.flows
@@ -110,7 +110,7 @@ def test_a_job_without_channels_is_followed(node: Callable[..., Node], sessions:
     assert any("found on the wire" in mark for mark in sessions[0].plan.job.unproven)
     (assigned,) = at.scene.events("assigned")
     assert (assigned["connections"], assigned["spare"], assigned["unseen"], assigned["missed"]) == (4, 0, 0, 0)
-    at.scene.group.leave(at.ranks[1].member)
+    at.scene.intake.ranks.leave(at.ranks[1].member)
     back = at.scene.join(1)
     at.scene.give(back, Flows(without_channels(job, 1)))
     assert len(sessions) == 1 and len(at.scene.events("assigning")) == 1 and not back.ended
@@ -123,8 +123,8 @@ def test_it_is_refused_by_name(node: Callable[..., Node], sessions: list[FakeSes
     at.tell()
     for first in (4, 8):
         at.scene.rings[0].put(traffic(job, first, 4))
-        at.until(lambda: at.scene.group._assigning._process is not None)  # it is asked twice
-        at.until(lambda: at.scene.group._assigning._process is None)
+        at.until(lambda: at.scene.assigning._process is not None)  # it is asked twice
+        at.until(lambda: at.scene.assigning._process is None)
     assert "more than one assignment fits every message" in at.ranks[0].ended[0] == at.ranks[1].ended[0]
     assert "NCCL_MAX_NCHANNELS=1" in at.scene.events("problem")[0]["why"] and not sessions
     at.scene.give(at.ranks[0], Flows([]))

@@ -11,15 +11,27 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flowcheck.node import child as beside
-from flowcheck.node.child import FIRST_PAUSE, LONGEST_PAUSE, MOST_LINE, NICE, Beside, Lines, begun, start
+from flowcheck.node.process import child as beside
+from flowcheck.node.process.child import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    MOST_LINE,
+    NICE,
+    ChildProcess,
+    Lines,
+    Program,
+    begun,
+    orders,
+    start,
+)
+from flowcheck.node.process.lines import Event, Order, Settings, table
 
 from ..hand_node import LONGEST, until
 from .pipes import Pipes
@@ -27,30 +39,67 @@ from .pipes import Pipes
 ECHO = """
 import json, sys
 said = json.loads(sys.stdin.readline())
-print(json.dumps({"event": "began", "name": "x", "said": said, "safe": sys.flags.safe_path}), flush=True)
+print(json.dumps({"event": "began", "said": said, "safe": sys.flags.safe_path}), flush=True)
 for line in sys.stdin:
-    print(json.dumps({"event": "order", "name": "y", "line": json.loads(line)}), flush=True)
-print(json.dumps({"event": "ends", "name": ""}))
+    print(json.dumps({"event": "order", "line": json.loads(line)}), flush=True)
+print(json.dumps({"event": "ends"}))
 """
-DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('{\"event\": \"a\", \"name\": \"\"}'"\
+DEAF = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('{\"event\": \"ends\"}'"\
        ", flush=True)\nwhile True: time.sleep(60)\n"
 
 
-class Mine(Beside):
+class Given(Settings):
+    a: int
+    b: int = 0
+
+
+class Other(Order):
+    a: int = 0
+    b: int = 0
+
+
+class Began(Event):
+    kind = "began"
+    said: dict[str, Any]
+    safe: bool
+
+
+class Ordered(Event):
+    kind = "order"
+    line: dict[str, Any]
+
+
+class Ends(Event):
+    kind = "ends"
+
+
+class One(Event):
+    kind, well = "one", True
+    name: str
+    more: int | None = None
+    text: str = ""
+
+
+GIVEN = Given(cores=(), a=1)
+EVENTS = table(Began, Ordered, Ends, One)
+
+
+class Mine(ChildProcess):
     """told: of each event what it said."""
 
-    def __init__(self, module: str = "m", settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, module: str = "m", settings: Settings = GIVEN, needed: bool = False) -> None:
         self.told: list[Any] = []
         self.said: list[str] = []
         self.solved: list[str] = []
-        super().__init__(module, "does it", {"a": 1} if settings is None else settings, self._problem)
+        super().__init__(Program(module, "mine", "does it", EVENTS, needed), settings, self._hears)
 
-    def _problem(self, event: str, *, why: str = "", process: str = "", cause: str = "", about: str = "") -> None:
-        assert event in ("problem", "solved")
-        (self.said if why else self.solved).append(why or about)
-
-    def _tell(self, event: str, name: str, said: Mapping[str, Any]) -> None:
-        self.told.append((event, name, {key: value for key, value in said.items() if key not in ("event", "name")}))
+    def _hears(self, event: str, **fields: Any) -> None:
+        if event == "problem":
+            self.said.append(fields["why"])
+        elif event == "solved":
+            self.solved.append(fields["about"])
+        else:
+            self.told.append((event, fields))
 
     def until(self, happened: Callable[[], Any]) -> None:
         until(lambda: self.look() or happened())
@@ -79,23 +128,23 @@ def test_it_has_its_settings_hears_orders_and_ends_with_its_stdin(
     at = Mine(program(ECHO))
     with contextlib.closing(at):
         at.until(lambda: at.told)
-        assert at.told == [("began", "x", {"said": {"a": 1}, "safe": True})]
-        at.order({"b": 2})
+        assert at.told == [("began", {"said": {"a": 1, "b": 0, "cores": []}, "safe": True})]
+        at.order(Other(b=2))
         at.until(lambda: len(at.told) > 1)
-        process = at._process
+        process = at.process
         assert process is not None and os.getsid(process.pid) == process.pid  # Ctrl-C is for the node
-    assert at.told[1:] == [("order", "y", {"line": {"b": 2}}), ("ends", "", {})], "its last words are heard"
+    assert at.told[1:] == [("order", {"line": {"b": 2}}), ("ends", {})], "its last words are heard"
     assert process.returncode == 0 and at.said == [] and process.stdin.closed and process.stdout.closed
     at.close()
     at.look()
-    assert at.said == [] and at._process is None
+    assert at.said == [] and at.process is None
 
 
 def test_one_that_hangs_is_killed(program: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "END_SECONDS", 0.05)
     at = Mine(program(DEAF))
     at.until(lambda: at.told)
-    process = at._process
+    process = at.process
     at.close()
     assert process is not None and process.returncode == -signal.SIGKILL and at._left == []
 
@@ -106,22 +155,22 @@ def test_one_that_died_is_started_anew_with_all_orders(
     monkeypatch.setattr(beside, "FIRST_PAUSE", 0.0)
     with contextlib.closing(Mine(program(ECHO))) as at:
         at.until(lambda: at.told)
-        at.order({"b": 2})
-        assert at._process is not None
-        at._process.kill()
+        at.order(Other(b=2))
+        assert at.process is not None
+        at.process.kill()
         at.until(lambda: len(at.said) and at.told[-1][0] == "began" and len(at.told) > 1)
-        assert at.told[-1][2]["said"] == {"a": 1, "b": 2}
+        assert at.told[-1][1]["said"] == {"a": 1, "b": 2, "cores": []}
         assert at.said == ["the process that does it ended with status -9; it is started anew in 0 s"]
         assert len(at.solved) == 1, "as soon as the new one has said something"
 
 
 @pytest.mark.parametrize("blocking", [False, True])
 def test_what_is_started(program: Callable[[str], str], blocking: bool) -> None:
-    process = start(program(ECHO), {"c": 3}, blocking)
+    process = start(program(ECHO), GIVEN, blocking=blocking)
     assert os.get_blocking(process.stdout.fileno()) is blocking  # type: ignore[union-attr]
     if blocking:
         out, _ = process.communicate(timeout=240)
-        assert json.loads(out.splitlines()[0])["said"] == {"c": 3} and process.returncode == 0
+        assert json.loads(out.splitlines()[0])["said"] == {"a": 1, "b": 0, "cores": []} and process.returncode == 0
     else:
         process.stdin.close()  # type: ignore[union-attr]
         assert process.wait(240) == 0
@@ -130,9 +179,9 @@ def test_what_is_started(program: Callable[[str], str], blocking: bool) -> None:
 
 def test_nobody_waits_for_one_that_reads_nothing(program: Callable[[str], str]) -> None:
     """It has ended before its settings came, and before an order."""
-    process = start(program("raise SystemExit(3)"), {"a": 1})
+    process = start(program("raise SystemExit(3)"), GIVEN)
     assert process.wait(240) == 3
-    beside.write_line(process, {"b": 2})
+    beside.write_line(process, Other(b=2))
     beside.let_go(process)
 
 
@@ -147,8 +196,8 @@ class Scene:
         self.pipes: list[Pipes] = []
         self.given: list[Any] = []
 
-    def start(self, module: str, settings: Mapping[str, Any]) -> Pipes:
-        self.given.append((module, dict(settings)))
+    def start(self, module: str, settings: Settings, files: Any) -> Pipes:
+        self.given.append((module, settings))
         if self.fails is not None:
             raise self.fails
         self.pipes.append(Pipes())
@@ -173,58 +222,58 @@ def test_each_line_is_told_and_nothing_else(scene: Scene) -> None:
     pipes = scene.pipes[0]
     at.look()
     assert at.told == []
-    for odd in (b"of a library", b"7", b"[]", b"\xff", b"", b'{"event": "a"}', b'{"name": "a"}', b"null"):
+    for odd in (b"of a library", b"7", b"[]", b"\xff", b"", b'{"event": "a"}', b'{"event": "one"}', b'{"name": "a"}',
+                b"null", b'{"event": ["one"], "name": "a"}'):
         pipes.writes(odd + b"\n")
-    pipes.says("one", name="x", more=1)
-    pipes.says("two", name="")
+    pipes.says("one", name="x", more=1, other="of another release")
+    pipes.says("ends")
     at.look()
-    assert at.told == [("one", "x", {"more": 1}), ("two", "", {})] and at.said == []
+    assert at.told == [("one", {"name": "x", "more": 1, "text": ""}), ("ends", {})] and at.said == []
 
 
 def test_a_line_that_comes_in_pieces_is_one(scene: Scene) -> None:
     at = Mine()
-    data = json.dumps({"event": "long", "name": "x", "text": "y" * (2 * MOST_LINE)}).encode() + b"\n"
+    data = json.dumps({"event": "one", "name": "x", "text": "y" * (2 * MOST_LINE)}).encode() + b"\n"
     for first in range(0, len(data), 50_000):
         assert at.told == []
         scene.pipes[0].writes(data[first : first + 50_000])
         at.look()
-    scene.pipes[0].writes(b'{"event": "next", ')
+    scene.pipes[0].writes(b'{"event": "one", ')
     at.look()
     scene.pipes[0].writes(b'"name": "z"}\n')
     at.look()
-    assert [(event, name, len(said.get("text", ""))) for event, name, said in at.told] == [
-        ("long", "x", 2 * MOST_LINE), ("next", "z", 0)]
+    assert [(said["name"], len(said["text"])) for _, said in at.told] == [("x", 2 * MOST_LINE), ("z", 0)]
 
 
 def test_all_that_has_come_is_read_at_once(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(beside, "MOST_LINE", 10)
     at = Mine()
     for number in range(5):
-        scene.pipes[0].says("e", name=str(number))
+        scene.pipes[0].says("one", name=str(number))
     at.look()
-    assert [name for _, name, _ in at.told] == list("01234")
+    assert [said["name"] for _, said in at.told] == list("01234")
 
 
 def test_one_that_ended_is_heard_to_the_end_and_started_anew_after_a_pause(scene: Scene) -> None:
     at = Mine("the.module")
     pipes = scene.pipes[0]
-    pipes.says("last", name="x")
+    pipes.says("ends")
     pipes.writes(b"half of a li")
     pipes.ends(75)
     scene.now += 500.0
     at.look()
-    assert at.told == [("last", "x", {})] and at._process is None and pipes.stdin.closed and pipes.stdout.closed
+    assert at.told == [("ends", {})] and at.process is None and pipes.stdin.closed and pipes.stdout.closed
     assert at.said == [f"the process that does it ended with status 75; it is started anew in {FIRST_PAUSE:g} s"]
     scene.now += FIRST_PAUSE - 0.1
     at.look()
     assert len(scene.pipes) == 1
     scene.now += 0.1
     at.look()
-    assert len(scene.pipes) == 2 and scene.given == [("the.module", {"a": 1})] * 2
-    scene.pipes[1].says("first", name="y")
+    assert len(scene.pipes) == 2 and scene.given == [("the.module", GIVEN)] * 2
+    scene.pipes[1].says("ends")
     at.look()
-    assert at.solved == ["module"]
-    assert at.told[1:] == [("first", "y", {})], "half of a line of the other one is not in front of it"
+    assert at.solved == ["mine"]
+    assert at.told[1:] == [("ends", {})], "half of a line of the other one is not in front of it"
 
 
 def test_one_that_ends_again_and_again_is_started_less_and_less_often(scene: Scene) -> None:
@@ -240,7 +289,7 @@ def test_one_that_ends_again_and_again_is_started_less_and_less_often(scene: Sce
         pauses.append(scene.now - began)
     assert pauses == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0, 300.0] and pauses[-1] == LONGEST_PAUSE
     assert at.said[1] == "the process that does it ended with status 1; it is started anew in 10 s"
-    at.well()
+    scene.pipes[-1].says("one", name="it did what it is there for")
     scene.pipes[-1].ends(1)
     at.look()
     assert at.said[-1].endswith("anew in 5 s")
@@ -250,8 +299,8 @@ def test_one_that_cannot_be_started_is_said_once_and_tried_again(scene: Scene) -
     scene.fails = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     at = Mine()
     why = "the process that does it cannot be started: {}; it is tried again and again"
-    assert at.said == [why.format("Resource temporarily unavailable")] and at._process is None
-    at.order({"b": 2})
+    assert at.said == [why.format("Resource temporarily unavailable")] and at.process is None
+    at.order(Other(b=2))
     tried = []
     for _ in range(100):
         scene.now += 1.0
@@ -263,7 +312,7 @@ def test_one_that_cannot_be_started_is_said_once_and_tried_again(scene: Scene) -
     scene.fails = None
     scene.now += LONGEST_PAUSE
     at.look()
-    assert scene.given[-1] == ("m", {"a": 1, "b": 2}) and len(scene.pipes) == 1
+    assert scene.given[-1] == ("m", Given(cores=(), a=1, b=2)) and len(scene.pipes) == 1
     scene.pipes[0].ends(1)
     at.look()
     scene.fails = OSError("of a kind without words")
@@ -274,18 +323,42 @@ def test_one_that_cannot_be_started_is_said_once_and_tried_again(scene: Scene) -
 
 def test_an_order_is_told_and_kept(scene: Scene) -> None:
     at = Mine()
-    at.order({"b": 2, "a": 3})
-    assert scene.pipes[0].heard() == [{"b": 2, "a": 3}] and at._settings == {"a": 3, "b": 2}
+    at.order(Other(b=2, a=3))
+    assert scene.pipes[0].heard() == [{"b": 2, "a": 3}]
     scene.pipes[0].breaks()
-    at.order({"c": 4})
-    assert at.said == [] and at._settings == {"a": 3, "b": 2, "c": 4}
+    at.order(Other(b=4))
+    scene.pipes[0].ends(1)
+    at.look()
+    scene.now += FIRST_PAUSE
+    at.look()
+    assert scene.given[-1] == ("m", Given(cores=(), a=3, b=4)) and len(at.said) == 1
 
 
-def test_settings_are_its_own(scene: Scene) -> None:
-    given = {"a": 1}
-    at = Mine(settings=given)
-    at.order({"b": 2})
-    assert given == {"a": 1}
+def test_one_that_somebody_waits_for_is_started_at_once_unless_it_has_just_begun(scene: Scene) -> None:
+    at = Mine(needed=True)
+    scene.now += beside.AGAIN_SECONDS - 1.0
+    scene.pipes[0].ends(1)
+    at.look()
+    assert len(scene.pipes) == 1, "it might end again and again"
+    scene.now += 1.0
+    at.look()
+    assert len(scene.pipes) == 2
+    scene.now += beside.AGAIN_SECONDS
+    scene.pipes[1].ends(1)
+    at.look()
+    assert len(scene.pipes) == 3
+    assert at.said == ["the process that does it ended with status 1; it is started anew"] * 2
+
+
+def test_what_it_counts_is_of_its_newest_sign_of_life(scene: Scene) -> None:
+    at = Mine()
+    for known in (3, 4):
+        scene.pipes[0].says("alive", name="", known=known, strangers=0)
+    at.look()
+    assert at.counts == {"known": 4, "strangers": 0} and at.told == []
+    scene.pipes[0].ends(1)
+    at.look()
+    assert at.counts == {}
 
 
 def test_what_is_nearly_done_is_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,14 +369,14 @@ def test_what_is_nearly_done_is_waited_for(scene: Scene, monkeypatch: pytest.Mon
         slept.append(seconds)
         scene.now += seconds
         if len(slept) == 2:
-            pipes.says("done", name="x")
+            pipes.says("one", name="x")
         if len(slept) == 3:
-            pipes.says("ends", name="x")
+            pipes.says("ends")
             pipes.ends()
 
     monkeypatch.setattr(beside.time, "sleep", sleep)
     at.close()
-    assert slept == [0.02] * 3 and [event for event, _, _ in at.told] == ["done", "ends"] and not pipes.killed
+    assert slept == [0.02] * 3 and [event for event, _ in at.told] == ["one", "ends"] and not pipes.killed
     assert pipes.stdin.closed and pipes.stdout.closed
 
 
@@ -346,30 +419,24 @@ def test_one_that_has_gone_already_is_let_go(scene: Scene) -> None:
     assert not pipes.killed and pipes.stdin.closed and pipes.stdout.closed and at.said == []
 
 
-def test_what_it_says_becomes_of_it_what_it_is(scene: Scene) -> None:
-    at = Beside("m", "does it", {}, lambda *_, **__: None)
-    scene.pipes[0].says("e", name="x")
-    with pytest.raises(NotImplementedError):
-        at.look()
-
-
 # -- in the process itself -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("line", "settings", "did"), [
-    (b"", {}, ["little"]), (b"{}\n", {}, ["little"]),
-    (b'{"cores": [1, 2], "b": 3}\n{"c": 4}\n', {"cores": [1, 2], "b": 3}, ["little", ("nice", NICE), (0, [1, 2])]),
-    (b'{"cores": []}\n', {"cores": []}, ["little", ("nice", NICE)]),
+    (b"", None, ["little"]),
+    (b'{"cores": [1, 2], "a": 3}\n{"b": 4}\n', Given(cores=(1, 2), a=3), ["little", ("nice", NICE), (0, (1, 2))]),
+    (b'{"cores": [], "a": 1}\n', GIVEN, ["little", ("nice", NICE)]),
 ])
 def test_a_process_begins(
-    monkeypatch: pytest.MonkeyPatch, line: bytes, settings: dict[str, Any], did: list[Any]
+    monkeypatch: pytest.MonkeyPatch, line: bytes, settings: Given | None, did: list[Any]
 ) -> None:
     done: list[Any] = []
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(line)))
     monkeypatch.setattr(beside, "keep_little", lambda: done.append("little"))
     monkeypatch.setattr(beside.os, "nice", lambda number: done.append(("nice", number)))
     monkeypatch.setattr(beside.os, "sched_setaffinity", lambda *given: done.append(given))
-    assert begun() == settings and done == did
+    assert begun(Given) == settings and done == did
+    assert list(orders(Other)) == ([Other(b=4)] if b"4" in line else [])
 
 
 class Out(io.StringIO):
@@ -380,13 +447,24 @@ class Out(io.StringIO):
 
 
 def test_what_it_says_is_a_line_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, say = Out(), Lines()
+    out, say = Out(), Lines(EVENTS)
     monkeypatch.setattr(sys, "stdout", out)
-    say("stored", name="x", step=3)
-    assert json.loads(out.getvalue()) == {"event": "stored", "name": "x", "step": 3}
+    say("one", name="x", more=3)
+    assert json.loads(out.getvalue()) == {"event": "one", "name": "x", "more": 3, "text": ""}
     assert out.getvalue().endswith("}\n") and out.flushed == len(out.getvalue())
-    say("stored")
+    say("ends")
     assert out.getvalue().count("\n") == 2
+
+
+@pytest.mark.parametrize(("event", "fields"), [("another", {}), ("one", {}), ("one", {"name": 3})])
+def test_what_its_node_could_not_read_is_not_said(
+    monkeypatch: pytest.MonkeyPatch, event: str, fields: dict[str, Any]
+) -> None:
+    out = Out()
+    monkeypatch.setattr(sys, "stdout", out)
+    with pytest.raises((KeyError, ValueError)):
+        Lines(EVENTS)(event, **fields)
+    assert out.getvalue() == ""
 
 
 def test_without_a_node_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,14 +475,16 @@ def test_without_a_node_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(sys, "stdout", Broken())
     monkeypatch.setattr(beside.os, "_exit", ended.append)
-    Lines()("stored")
+    Lines(EVENTS)("ends")
     assert ended == [0]
 
 
 def test_the_words_of_a_real_process(program: Callable[[str], str]) -> None:
     """The two together: settings in, a line out, and no more when the node has gone."""
-    text = "from flowcheck.node.child import Lines\nsay = Lines()\nwhile True: say('tick', name='x')\n"
+    text = ("from flowcheck.node.process.child import Lines\nfrom flowcheck.node.process.lines import Problem, table\n"
+            "say = Lines(table(Problem))\nwhile True: say('problem', why='w')\n")
     process = subprocess.Popen([sys.executable, "-P", "-m", program(text)], stdout=subprocess.PIPE)
-    assert process.stdout is not None and json.loads(process.stdout.readline()) == {"event": "tick", "name": "x"}
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"event": "problem", "name": "", "why": "w"}
     process.stdout.close()
     assert process.wait(240) == 0

@@ -13,7 +13,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from dataplane.live import live_memory
 from dataplane.memory import EAL_TABLES_MB
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.budget import Budget, ask, budget, pause_ms
+from flowcheck.node.check.budget import Budget, ask, budget, pause_ms
 from flowcheck.node.ports.captures import PlannedCapture, plan_captures
 from flowcheck.node.versions.shadow import OPEN
 

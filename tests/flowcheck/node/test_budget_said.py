@@ -13,7 +13,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from dataplane.live import live_memory
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.node.budget import ask, budget, pause_ms
+from flowcheck.node.check.budget import ask, budget, pause_ms
 from flowcheck.node.ports.captures import plan_captures
 
 from .budget_scene import GB, ROOMY, config, made

@@ -26,8 +26,9 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.control.ask import reader_key
 from flowcheck.control.protocol import Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import service
+from flowcheck.node import children, service
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.ports import open_captures
 from flowcheck.node.status.board import Glance
 
 from .node_scene import NotedGroup, World, put_in
@@ -75,7 +76,7 @@ def begin(world: World, tmp_path: Path) -> Iterator[Begin]:
 def test_order_of_start_and_end(begin: Begin, world: World, tmp_path: Path) -> None:
     node = begin(output={"keep_hashes": str(tmp_path / "hashes")})
     assert world.done == ["open eal", "open capture"]  # packets that nobody reads would only fill the ring
-    assert node._group("a") is world.groups[0]
+    assert node.groups.intake_of("a") is world.groups[0]
     assert world.done[2:] == ["start capture", "start group 'a'"]
     host, _, port = node.control.address.rpartition(":")
     world.port = (host, int(port))
@@ -90,7 +91,7 @@ def test_order_of_start_and_end(begin: Begin, world: World, tmp_path: Path) -> N
 
 def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: World, tmp_path: Path) -> None:
     node = begin()
-    node._group("a")
+    node.groups.intake_of("a")
     *_, say, writer, _ = world.groups[0].given
     say("end", name="a")
     assert world.said[-1] == ("end", {"name": "a"})
@@ -110,7 +111,7 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: W
 
 
 def test_no_hashes_unless_they_are_asked_for(begin: Begin, world: World) -> None:
-    begin()._group("")
+    begin().groups.intake_of("")
     assert world.groups[0].given[-1] is None
 
 
@@ -226,8 +227,8 @@ def test_a_start_that_fails_takes_down_what_has_started(begin: Begin, world: Wor
 @pytest.mark.parametrize("name", ["", "a", "A_b.9", "x" * 32])
 def test_a_group_is_made_when_it_is_asked_for_and_found_again(begin: Begin, world: World, name: str) -> None:
     node = begin()
-    group = node._group(name)
-    assert node._group(name) is group and [one.name for one in world.groups] == [name]
+    group = node.groups.intake_of(name)
+    assert node.groups.intake_of(name) is group and [one.name for one in world.groups] == [name]
     assert world.groups[0].given[0] is node.config
     assert world.done.count("start capture") == 1
 
@@ -236,8 +237,8 @@ def test_what_groups_have_is_told_to_other_nodes_and_theirs_is_heard(begin: Begi
     other = begin()
     host, _, port = other.control.address.rpartition(":")
     node = begin(common={"nodes": [f"{host}:{port}"], "seconds": 7.0})
-    node._group("a"), other._group("b")
-    assert (node._groups["a"].common, other._groups["b"].common) == (node._common, other._common)  # type: ignore
+    node.groups.intake_of("a"), other.groups.intake_of("b")
+    assert (node.groups._groups["a"].common, other.groups._groups["b"].common) == (node._common, other._common)  # type: ignore
     other._common.order("b", ("run", 0), (4, 5))
     node._common.order("a", ("run", 0), (5, 6))
     end = time.monotonic() + 60
@@ -260,68 +261,69 @@ def test_peers_read_the_shelf_of_a_group_that_is_there_and_make_none(
     begin: Begin, world: World, tmp_path: Path,
 ) -> None:
     alone, among = begin(), begin(replica={"directory": str(tmp_path), "peers": ["127.0.0.1:1"]})
-    assert among._shelf("a") is None and world.groups == []
+    assert among.groups.shelf_of("a") is None and world.groups == []
     for node in (alone, among):
-        node._group("a").peering = SimpleNamespace(shelf="its shelf")  # type: ignore[union-attr, assignment]
-    assert among._shelf("a") == "its shelf" and among._shelf("b") is None
-    assert alone._shelf("a") is None, "who names no peers gives nothing"
+        node.groups.intake_of("a").peering = SimpleNamespace(shelf="its shelf")  # type: ignore[union-attr, assignment]
+    assert among.groups.shelf_of("a") == "its shelf" and among.groups.shelf_of("b") is None
+    assert alone.groups.shelf_of("a") is None, "who names no peers gives nothing"
 
 
 @pytest.mark.parametrize("name", ["x" * 33, "a-b", "a/b", "../../etc", "a b", "\u00e9", "a\n"])
 def test_names_that_groups_cannot_have(begin: Begin, world: World, name: str) -> None:
     """They become names of files and folders. A hyphen separates the parts of a replica's name."""
-    assert begin()._group(name) == "the name of a group has letters, digits, _ and ."
+    assert begin().groups.intake_of(name) == "the name of a group has letters, digits, _ and ."
     assert world.groups == []
 
 
 def test_groups_that_are_in_use_are_not_replaced(begin: Begin, world: World) -> None:
     node = begin(groups=2)
-    node._group("a")
-    node._group("b")
+    node.groups.intake_of("a")
+    node.groups.intake_of("b")
     world.groups[0].members[0] = "somebody"  # known, without a job yet
     world.groups[1].plan = "a job"  # nobody connected at the moment: they may come back
-    assert node._group("c") == "2 groups are attached, this node has room for no more"
+    assert node.groups.intake_of("c") == "2 groups are attached, this node has room for no more"
     assert len(world.groups) == 2 and "stop group 'a'" not in world.done
-    assert node._group("b") is world.groups[1]
+    assert node.groups.intake_of("b") is world.groups[1]
 
 
 def test_a_group_whose_job_has_ended_makes_room_unless_it_came_back(begin: Begin, world: World) -> None:
     """Its session stays, so that who comes back goes on; another name needs the place more."""
     node = begin()
-    node._group("a")
+    node.groups.intake_of("a")
     world.groups[0].plan = "a job"
     full = "1 groups are attached, this node has room for no more"
-    assert node._group("b") == full
-    node._say_of("a", "end", name="a", run_id="run", serves=True)
-    node._group("a")
-    assert node._group("b") == full  # somebody has come back, and may again
-    node._say_of("a", "end", name="a", run_id="run", serves=True)
-    node._say_of("a", "attached", name="a", run_id="run", epoch=0, ranks=2, flows=2, resync="state")
-    assert node._group("b") == full  # it came back before its end was said
-    node._say_of("a", "end", name="a", run_id="run", serves=True)
+    assert node.groups.intake_of("b") == full
+    node.groups._hear("a", "end", name="a", run_id="run", serves=True)
+    node.groups.intake_of("a")
+    assert node.groups.intake_of("b") == full  # somebody has come back, and may again
+    node.groups._hear("a", "end", name="a", run_id="run", serves=True)
+    node.groups._hear("a", "attached", name="a", run_id="run", epoch=0, ranks=2, flows=2, resync="state")
+    assert node.groups.intake_of("b") == full  # it came back before its end was said
+    node.groups._hear("a", "end", name="a", run_id="run", serves=True)
     world.groups[0].members[1] = "somebody"
-    assert node._group("b") == full  # not all have left
+    assert node.groups.intake_of("b") == full  # not all have left
     world.groups[0].members.clear()
-    assert getattr(node._group("b"), "name", "") == "b" and world.done[-2:] == ["stop group 'a'", "start group 'b'"]
+    assert getattr(node.groups.intake_of("b"), "name", "") == "b"
+    assert world.done[-2:] == ["stop group 'a'", "start group 'b'"]
     world.groups[1].plan = "a job"
-    assert node._group("a") == full
-    node._say_of("b", "end", name="b", run_id="run", serves=True)
-    assert getattr(node._group("a"), "name", "") == "a"
+    assert node.groups.intake_of("a") == full
+    node.groups._hear("b", "end", name="b", run_id="run", serves=True)
+    assert getattr(node.groups.intake_of("a"), "name", "") == "a"
     world.groups[2].plan = "a job"
-    assert node._group("b") == full  # the end of its job was that of an earlier group of its name
+    assert node.groups.intake_of("b") == full  # the end of its job was that of an earlier group of its name
 
 
 @pytest.mark.parametrize("idle", [0, 1])
 def test_a_group_that_is_not_in_use_makes_room(begin: Begin, world: World, idle: int) -> None:
     node = begin(groups=2)
     for name in ("a", "b"):
-        node._group(name)
+        node.groups.intake_of(name)
     world.groups[1 - idle].members[0] = "somebody"
-    group: Any = node._group("c")
+    group: Any = node.groups.intake_of("c")
     assert world.done[-2:] == [f"stop group {'ab'[idle]!r}", "start group 'c'"]
-    assert group.sources == world.groups[idle].sources
+    assert group.port.queues == world.groups[idle].port.queues
     world.groups[1 - idle].members.clear()
-    assert node._group("ab"[1 - idle]) is world.groups[1 - idle]  # the other one was not touched
+    assert node.groups.intake_of("ab"[1 - idle]) is world.groups[1 - idle]  # the other one was not touched
     assert world.done.count("start capture") == 1
 
 
@@ -352,12 +354,12 @@ def test_no_more_groups_are_taken_over_than_there_is_room(begin: Begin, world: W
 
 def test_all_groups_have_the_same_threads_which_empty_all_queues(begin: Begin, world: World) -> None:
     node = begin(groups=2, capture={"queues": 2})
-    node._group("a")
-    node._group("b")
-    sources = [one.sources for one in world.groups]
+    node.groups.intake_of("a")
+    node.groups.intake_of("b")
+    sources = [one.port.queues for one in world.groups]
     assert [[source.index for source in both] for both in sources] == [[0, 1], [0, 1]]
     assert [source.ring_address for source in sources[0]] == [ring.ring_address for ring in world.rings]
-    first, second = (one.placers for one in world.groups)
+    first, second = (one.port.placers for one in world.groups)
     assert first is second and (first.count, first.n_threads) == (2, 2)
     world.rings[1].put([(1, b"x"), (2, b"y")])
     until(lambda: world.rings[1].waiting == 0)
@@ -382,14 +384,14 @@ def placing_threads() -> list[str]:
 def test_threads_place_from_the_first_group_on(begin: Begin, world: World) -> None:
     node = begin(capture={"queues": 2})
     assert placing_threads() == []
-    node._group("a")
+    node.groups.intake_of("a")
     assert placing_threads() == ["fc-place 0", "fc-place 1"]
 
 
 def test_placing_threads_are_pinned_where_the_settings_say(begin: Begin, world: World) -> None:
     core = max(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)
-    begin(capture={"place_cores": [core]})._group("a")
+    begin(capture={"place_cores": [core]}).groups.intake_of("a")
     (number,) = (one.native_id for one in threading.enumerate() if one.name == "fc-place 0")
     assert os.sched_getaffinity(number or 0) == {core} and os.sched_getaffinity(0) == before
 
@@ -401,19 +403,19 @@ def test_a_core_that_no_thread_can_have_is_refused_before_anybody_attaches(begin
 
 
 def test_one_that_is_taken_away_later_is_named(begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "check_cores", lambda cores: None)
+    monkeypatch.setattr(open_captures, "check_cores", lambda cores: None)
     node = begin(capture={"place_cores": [1023]})
     with pytest.raises(EnvironmentProblem, match="a placing thread cannot be pinned") as refused:
-        node._group("a")
+        node.groups.intake_of("a")
     assert refused.value.where == "capture.place_cores" and placing_threads() == []
     assert "start capture" not in world.done
 
 
 def test_a_failed_capture_is_a_failed_source(begin: Begin, world: World) -> None:
-    begin()._group("a")
-    assert world.groups[0].sources[0].error is None
+    begin().groups.intake_of("a")
+    assert world.groups[0].port.queues[0].error is None
     world.errors["af_packet:lo"] = DpdkError(0, "gone", "")
-    assert world.groups[0].sources[0].error is world.errors["af_packet:lo"]
+    assert world.groups[0].port.queues[0].error is world.errors["af_packet:lo"]
 
 
 # -- several captures ------------------------------------------------------------------------------------------
@@ -427,7 +429,7 @@ def test_captures_are_opened_in_the_order_of_the_settings_and_closed_in_the_othe
     assert [(live.device, live.queues, live.entries, live.streams) for live in world.lives] == [
         ("af_packet:lo", 2, 16384, (0, 1)), ("ring", 1, 256, (2,)),
     ]
-    node._group("a")
+    node.groups.intake_of("a")
     assert world.done[3:] == ["start capture af_packet:lo", "start capture ring", "start group 'a'"]
     node.close()
     assert world.done[6:] == [
@@ -446,7 +448,7 @@ def test_a_capture_that_is_refused_is_named_and_those_before_it_are_closed(begin
 
 def test_a_capture_that_does_not_come_up_is_said_and_a_later_trainer_tries_again(begin: Begin, world: World) -> None:
     node = begin(capture=[*TWO])
-    _, second = node._captures
+    _, second = node._captures.sources
     start, begun = second.start, world.done.count
 
     def refuse() -> None:
@@ -455,10 +457,10 @@ def test_a_capture_that_does_not_come_up_is_said_and_a_later_trainer_tries_again
     second.start = refuse  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(EnvironmentProblem, match="no thread"):
-            node._group("a")
-        assert not node._groups and not any(one.name.startswith("fc-place") for one in threading.enumerate())
+            node.groups.intake_of("a")
+        assert not node.groups._groups and not any(one.name.startswith("fc-place") for one in threading.enumerate())
     second.start = start  # type: ignore[method-assign]
-    node._group("a")
+    node.groups.intake_of("a")
     assert (begun("start capture af_packet:lo"), begun("start capture ring")) == (1, 1)
 
 
@@ -473,28 +475,28 @@ def test_a_group_for_which_there_is_no_thread_is_said_and_takes_no_place(
     with monkeypatch.context() as patch:
         patch.setattr(NotedGroup, "start", refuse)
         with pytest.raises(EnvironmentProblem, match="group 'a' cannot be started: can't start new thread"):
-            node._group("a")
-    assert not node._groups and world.done[-1] == "stop group 'a'"
-    assert node._group("b") is world.groups[1]
+            node.groups.intake_of("a")
+    assert not node.groups._groups and world.done[-1] == "stop group 'a'"
+    assert node.groups.intake_of("b") is world.groups[1]
 
 
 def test_every_queue_of_every_capture_is_a_stream_of_every_group(begin: Begin, world: World) -> None:
     node = begin(groups=2, capture=[*TWO])
-    node._group("a")
-    node._group("b")
-    sources = [one.sources for one in world.groups]
+    node.groups.intake_of("a")
+    node.groups.intake_of("b")
+    sources = [one.port.queues for one in world.groups]
     assert [[source.index for source in three] for three in sources] == [[0, 1, 2]] * 2
     assert [source.capture for source in sources[0]] == [0, 0, 1]
     world.rings[2].put([(1, b"x"), (2, b"y")])  # of the second capture
     until(lambda: world.rings[2].waiting == 0)
-    assert [world.groups[1].placers.strangers(i)["truncated"][0] for i in range(3)] == [0, 0, 2]
+    assert [world.groups[1].port.placers.strangers(i)["truncated"][0] for i in range(3)] == [0, 0, 2]
     port = world.groups[0].port
     assert port.name == "af_packet:lo and ring"
     assert port.stream_names(3) == ["af_packet:lo queue 0", "af_packet:lo queue 1", "ring queue 0"]
 
 
 def test_counters_are_of_all_captures_and_drops_say_of_which(begin: Begin, world: World) -> None:
-    begin(capture=[*TWO])._group("a")
+    begin(capture=[*TWO]).groups.intake_of("a")
     port = world.groups[0].port
     world.counters = {"af_packet:lo": {"received": 5}, "ring": {"received": 7}}
     assert (port.arrived, port.drops) == (12, {})
@@ -528,12 +530,12 @@ def test_the_capture_that_drops_is_the_one_that_is_named(
 
 def test_one_capture_that_cannot_go_on_ends_the_wait_and_is_named(begin: Begin, world: World) -> None:
     node = begin(capture=[*TWO])
-    node._group("a")
+    node.groups.intake_of("a")
     world.errors["ring"] = DpdkError(110, "DMA engines x: copies were never completed", "working engines")
     with pytest.raises(DpdkError, match="ring: DMA engines x: copies were never completed") as failed:
         node.wait()
     assert (failed.value.errno, failed.value.remedy) == (110, "working engines")
-    assert [source.error is not None for source in world.groups[0].sources] == [False, False, True]
+    assert [source.error is not None for source in world.groups[0].port.queues] == [False, False, True]
 
 
 # -- waiting ---------------------------------------------------------------------------------------------------
@@ -541,7 +543,7 @@ def test_one_capture_that_cannot_go_on_ends_the_wait_and_is_named(begin: Begin, 
 
 def test_a_node_waits_until_it_is_stopped(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     node = begin()
-    node._group("a")
+    node.groups.intake_of("a")
     naps: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -572,8 +574,8 @@ def test_drops_of_the_node_itself_are_named_while_it_runs(
 
 def test_a_fault_of_a_groups_thread_ends_the_wait(begin: Begin, world: World) -> None:
     node = begin(groups=2)
-    node._group("a")
-    node._group("b")
+    node.groups.intake_of("a")
+    node.groups.intake_of("b")
     world.groups[1].failure = ZeroDivisionError("ours")
     with pytest.raises(ZeroDivisionError, match="ours"):
         node.wait()
@@ -594,7 +596,7 @@ def test_a_capture_that_cannot_go_on_ends_the_wait(
     monkeypatch.setattr(service, "time", SimpleNamespace(sleep=sleep))
     node.wait()  # it has not started yet
     node._stopping = False
-    node._group("a")
+    node.groups.intake_of("a")
     with pytest.raises(DpdkError, match="the interface is gone"):
         node.wait()
 
@@ -629,17 +631,17 @@ def test_versions_are_served_where_that_is_asked_for(
                 assert [one["device"] for one in self.told["captures"]] == ["af_packet:lo"]
                 node.stop()
 
-        def tell(self, keys: Any) -> None:
+        def renew(self, keys: Any) -> None:
             world.done.append(f"tell api {reader_key(b'another token of all') in keys}")
 
         def close(self) -> None:
             world.done.append("close api")
 
-    monkeypatch.setattr(service, "Serving", Noted)
+    monkeypatch.setattr(children, "Serving", Noted)
     assert begin().api is None and "open api" not in world.done
     node = begin(api={"listen": "127.0.0.1:0"})
     assert node.api == "127.0.0.1:7071" and world.done[-1] == "open api"
-    node._group("dp0")
+    node.groups.intake_of("dp0")
     (tmp_path / "token").write_text("another token of all")
     node.reload()
     node.wait()

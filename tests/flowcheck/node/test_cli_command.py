@@ -23,7 +23,9 @@ from flowcheck import __version__
 from flowcheck.errors import UserError
 from flowcheck.interrupts import handled
 from flowcheck.node import cli, holder, service
-from flowcheck.node.budget import Budget, CaptureFigures, ThreadPlace
+from flowcheck.node.check.budget import Budget, CaptureFigures, ThreadPlace
+from flowcheck.node.check.check import show
+from flowcheck.node.ports import open_captures
 
 from .node_scene import World, put_in
 
@@ -152,7 +154,7 @@ def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
         return source(*given)
 
     signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has not taken the signal over"))
-    monkeypatch.setattr(service, "LiveSource", interrupted)
+    monkeypatch.setattr(open_captures, "LiveSource", interrupted)
     assert command() == 130
     assert world.done == ["open eal", "close eal"]
     said = "flowcheck-node: interrupted before it was listening; nothing is left behind\n"
@@ -188,7 +190,7 @@ def test_a_refusal_of_dpdk_ends_it_with_3(
     def refuse(*_: Any, **__: Any) -> None:
         raise DpdkError(12, "no memory", "more of it")
 
-    monkeypatch.setattr(service, "start_eal", refuse)
+    monkeypatch.setattr(open_captures, "start_eal", refuse)
     assert command() == 3
     assert "no memory" in (said := capsys.readouterr().err) and said.endswith("  remedy: more of it\n")
 
@@ -201,7 +203,7 @@ def test_what_is_said_of_the_settings_is_not_said_of_the_capture(
     def refuse(*_: Any, **__: Any) -> None:
         raise UserError("odd", where="somewhere", remedy="another")
 
-    monkeypatch.setattr(service, "start_eal", refuse)
+    monkeypatch.setattr(open_captures, "start_eal", refuse)
     assert command() == 2
     assert capsys.readouterr().err == "flowcheck-node: error: somewhere: odd\n  remedy: another\n"
 
@@ -209,7 +211,7 @@ def test_what_is_said_of_the_settings_is_not_said_of_the_capture(
 def test_a_fault_of_ours_ends_it_with_70_and_its_lines(
     command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(service, "start_eal", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(open_captures, "start_eal", lambda *_, **__: 1 // 0)
     assert command() == 70
     said = capsys.readouterr().err
     assert said.startswith("Traceback") and "flowcheck-node: error: ZeroDivisionError: " in said
@@ -326,10 +328,10 @@ def test_what_a_check_prints(width: int, shown: str) -> None:
         notes=("one [bold]thing[/bold]", "another"), problems=(),
     )
     out = io.StringIO()
-    service._show(made, Console(file=out, width=width, highlight=False))
+    show(made, Console(file=out, width=width, highlight=False))
     assert [line.rstrip() for line in out.getvalue().splitlines()][: len(shown.splitlines())] == shown.splitlines()
     out = io.StringIO()
-    service._show(replace(made, huge=False, peers=0, left=()), Console(file=out, width=160))
+    show(replace(made, huge=False, peers=0, left=()), Console(file=out, width=160))
     said = out.getvalue()
     assert "captures, in ordinary memory" in said and "answers of peers" not in said
     assert "cores that no thread is pinned to: none\n" in said

@@ -40,7 +40,7 @@ from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.control.user_state import pack
 from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry
-from flowcheck.node.groups import control
+from flowcheck.node.groups import connection
 
 from .control_scene import Enter, Known, NotedGroup, entering, framed
 
@@ -95,7 +95,7 @@ def test_without_a_group_there_is_nothing_to_join() -> None:
     near.peer = "host:1"
     hello = Hello("run", 3, 0, 4, "second", "", "")
     with pytest.raises(RecordsError) as refused:
-        control._Connection(near, hello, lambda name: f"no {name}").run()
+        connection.Connection(near, hello, lambda name: f"no {name}").run()
     assert (refused.value.what, refused.value.where) == ("no second", "host:1")
     near.close()
     far.close()

@@ -13,7 +13,7 @@ import torch
 
 from flowcheck.control.protocol import RESYNC, Flows, Link, Patch, RecordsError, Wanted, greet
 from flowcheck.control.tls import Secure, client_context, server_context
-from flowcheck.node.groups import control
+from flowcheck.node.groups import connection
 
 from ..certificates import issue
 from .control_scene import Enter, entering
@@ -87,7 +87,7 @@ def test_it_is_at_most_as_large_as_what_is_asked_for_at_once(enter: Enter, monke
     known.send(Flows([]))
     known.group.next()
     for most, size in ((10, STATE_BYTES - 48 - 64 + 10), (111, STATE_BYTES - 1), (113, STATE_BYTES)):
-        monkeypatch.setattr(control, "PATCH_BYTES", most)
+        monkeypatch.setattr(connection, "PATCH_BYTES", most)
         assert known.near.limits().payload["patch"] == size
 
 

@@ -18,7 +18,8 @@ from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsE
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.doors import gate
 from flowcheck.node.groups import control
-from flowcheck.node.groups.control import ControlServer, _Connection
+from flowcheck.node.groups.connection import Connection
+from flowcheck.node.groups.control import ControlServer
 from flowcheck.node.groups.inbox import Inbox
 from flowcheck.node.peers.shelf import Shelf
 
@@ -36,6 +37,7 @@ class OneGroup:
     def __init__(self) -> None:
         self.said: queue.Queue[Any] = queue.Queue()
         self.inbox = Inbox(1 << 30)
+        self.ranks = self
 
     def refused(self, run: tuple[str, int, int]) -> str:
         return ""
@@ -143,7 +145,7 @@ def test_a_connection_that_has_ended_leaves_nothing_for_the_collector(port: Call
         assert link.receive(wait=10)[0] == Wanted([], "welcome")
         link.send(Bye())
         assert one.ended(link)
-        until(lambda: not [each for each in gc.get_objects() if type(each) is _Connection])
+        until(lambda: not [each for each in gc.get_objects() if type(each) is Connection])
     finally:
         gc.enable()
 

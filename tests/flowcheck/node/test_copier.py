@@ -14,13 +14,16 @@ import pytest
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Node
 from flowcheck.errors import FlowcheckError
+from flowcheck.node.protect import copier as copying
 from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.border import Rules
+from flowcheck.node.protect.copier import SLACK, Copier
 from flowcheck.node.protect.journal import FOLDER, JobText, Journal
-from flowcheck.node.protect.worker import Copier, Rules
 from flowcheck.node.versions.holdings import DiskShelf
 
 from ..hand_api import KEY, NODE_KEY, HandApi, HandVersion
 from ..hand_node import until
+from .test_copier_sources import given
 
 Said = list[tuple[str, dict[str, Any]]]
 ASKS = {"key": NODE_KEY, "keys": [NODE_KEY], "ca": ""}
@@ -34,8 +37,8 @@ def said() -> Said:
 @pytest.fixture
 def make(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Copier]]:
     """make(every=..., keep=...) -> a Copier into tmp_path / "copies", closed afterwards."""
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(copying, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(copying, "LONGEST_PAUSE", 0.01)
     made: list[Copier] = []
 
     def one(**rules: Any) -> Copier:
@@ -237,7 +240,7 @@ def test_memory_is_bounded(make: Callable[..., Copier], api: HandApi, tmp_path: 
 
 def test_a_copy_has_room_for_its_heads_as_well(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
     [offer] = node(api).offers()
-    most = offer.nbytes + module.SLACK
+    most = offer.nbytes + SLACK
     with pytest.raises(FlowcheckError, match=f"step 4 of {offer.shard!r} has 64.0 KiB"):
         make(most=most - 1).look(node(api))
     assert steps(tmp_path) == []
@@ -266,9 +269,9 @@ def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copi
 @pytest.mark.parametrize("own", ["", "127.0.0.1:9", "[::1]:9"])
 def test_what_comes_from_here_is_not_paced(make: Callable[..., Copier], own: str) -> None:
     """A node without an API has no address, and everything that it reads is from others."""
-    sources = module._Sources(make(), {"sources": [], "own": own, "rate": 8 << 20, **ASKS})
+    sources = module._Sources(make(), given(sources=[], own=own, rate=8 << 20, **ASKS))
     nodes = {node.name: node.again().pace for node in sources.nodes([("127.0.0.1", 9), ("127.0.0.1", 8), ("::1", 9)])}
     assert {name for name, pace in nodes.items() if pace is None} == {own} - {""}
     assert len({id(pace) for pace in nodes.values() if pace is not None}) == 1, "they do not share one"
-    sources = module._Sources(make(), {"sources": [], "own": own, "rate": 0, **ASKS})
+    sources = module._Sources(make(), given(sources=[], own=own, **ASKS))
     assert sources.node(("127.0.0.1", 8)).pace is None, "as fast as they come"

@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
+from flowcheck.node.protect import copier as copying
 from flowcheck.node.protect import registry_loop as sitting
 from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.border import Rules
+from flowcheck.node.protect.copier import Copier
 from flowcheck.node.protect.parity_rounds import Streams
 from flowcheck.node.protect.parity_shelf import Placed
 from flowcheck.node.protect.placement import Member
-from flowcheck.node.protect.worker import Copier, Rules
 
 from ..hand_api import NODE_KEY, HandApi, HandVersion
 from ..hand_node import until
 from .registry_scene import etcd_server, signed
 from .test_copier import Said, node, steps
+from .test_copier_sources import given
+from .test_sitting_turns import sits
 
 ASKS = {"key": NODE_KEY, "keys": [NODE_KEY], "ca": ""}
 
@@ -35,8 +39,8 @@ def said() -> Said:
 @pytest.fixture
 def make(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Copier]]:
     """make(keep=...) -> a Copier into tmp_path / "copies", closed afterwards."""
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(copying, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(copying, "LONGEST_PAUSE", 0.01)
     with contextlib.ExitStack() as stack:
 
         def one(**rules: Any) -> Copier:
@@ -96,7 +100,7 @@ def test_a_source_for_which_there_was_no_thread_gets_one_later(
 def test_whom_the_registry_says_is_followed_once_there_is_a_thread(
     make: Callable[..., Copier], api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = module._Sources(make(), {"sources": [], "own": "127.0.0.1:9", "rate": 0, **ASKS})
+    sources = module._Sources(make(), given(sources=[], own="127.0.0.1:9", **ASKS))
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -139,19 +143,17 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
         source = signed(server.endpoints, "c")
         member = Member(Site("source"), api.name)
         source.renew({"members/source": member.text()})
-        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "cert": None, "user": "",
-                    "replicas": 2, "grace": 0.2,
-                    "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
-                    "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path),
-                    "code": None}
+        registry = sits(endpoints=server.endpoints, ca="", replicas=2, grace=0.2, standby=False, code=None,
+                        site={"name": "holder", "leaf": "l"}, directory=str(tmp_path),
+                        kept=str(copies / "placement.json"))
 
         def begin() -> threading.Event:
             copier = Copier(copies, Rules(seconds=0.01), say)
             stack.callback(copier.close, 60.0)
-            sources = module._Sources(copier, {"sources": [], "own": "127.0.0.1:9", "rate": 0, **ASKS})
+            sources = module._Sources(copier, given(sources=[], own="127.0.0.1:9", **ASKS))
             ending = threading.Event()
             thread = threading.Thread(target=sitting.sit, args=(
-                registry, copies / "placement.json", copier.held, list, sources.placed, sources.node, sources.keys,
+                registry, copier.held, list, sources.placed, sources.node, sources.keys,
                 say, ending))
             thread.start()
             stack.callback(thread.join, 60.0)
@@ -209,20 +211,18 @@ def test_parity_is_the_registrys_to_place(tmp_path: Path, said: Said, monkeypatc
                                f"have/{name}": json.dumps({"epoch": 0, "copies": [], "own": own})})
             return False
 
-        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "cert": None, "user": "",
-                    "replicas": 1, "grace": 0.2,
-                    "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
-                    "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path),
-                    "code": [2, 1]}
+        registry = sits(endpoints=server.endpoints, ca="", replicas=1, grace=0.2, standby=False, code=[2, 1],
+                        site={"name": "holder", "leaf": "l"}, directory=str(tmp_path),
+                        kept=str(copies / "placement.json"))
 
         def begin() -> Callable[[], None]:
             rules = Rules(seconds=0.01)
             copier = Copier(copies, rules, say)
             stack.callback(copier.close, 60.0)
-            sources = module._Sources(copier, {"sources": [], "own": "127.0.0.1:9", "rate": 0, **ASKS})
+            sources = module._Sources(copier, given(sources=[], own="127.0.0.1:9", **ASKS))
             ending = threading.Event()
             threads = [threading.Thread(target=sitting.sit, args=(
-                registry, copies / "placement.json", copier.held, Streams(parity).held, sources.placed, sources.node,
+                registry, copier.held, Streams(parity).held, sources.placed, sources.node,
                 sources.keys, say, ending)), threading.Thread(target=module._go_round, args=(
                     parity, rules, copier, sources, say, ending))]
             for thread in threads:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,19 +16,13 @@ import pytest
 
 from flowcheck.control.ask import Node
 from flowcheck.errors import FlowcheckError
+from flowcheck.node.protect import copier as copying
 from flowcheck.node.protect import worker as module
+from flowcheck.node.protect.border import Rules
+from flowcheck.node.protect.copier import END_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, Copier
 from flowcheck.node.protect.journal import FOLDER, JobText, Journal
 from flowcheck.node.protect.placement import Part
-from flowcheck.node.protect.worker import (
-    END_SECONDS,
-    FIRST_PAUSE,
-    LONGEST_PAUSE,
-    ROUND_PAUSE,
-    Copier,
-    Rules,
-    _again,
-    _go_round,
-)
+from flowcheck.node.protect.worker import ROUND_PAUSE, _go_round
 
 
 class Waits:
@@ -57,7 +52,7 @@ def again(*turns: Exception | None, longest: float | None = None) -> tuple[list[
         assert error in turns
         said.append(why)
 
-    _again(work, failed, 0.5, ending, longest)  # type: ignore[arg-type]
+    copying.again(work, failed, 0.5, ending, longest)  # type: ignore[arg-type]
     return ending.waits, said
 
 
@@ -128,7 +123,7 @@ def test_what_is_on_its_way_is_counted_until_it_is_here(
             raise FlowcheckError("gone")
         return copy(tmp_path, 7, 1000, "h:1%2Fdp0")
 
-    monkeypatch.setattr(module, "take_copy", take_copy)
+    monkeypatch.setattr(copying, "take_copy", take_copy)
     offer: Any = SimpleNamespace(nbytes=1000, step=7, shard="dp0", run_id="run", epoch=2)
     with pytest.raises(FlowcheckError) if fails else contextlib.nullcontext():
         at._take(SimpleNamespace(name="h:1"), offer)  # type: ignore[arg-type]
@@ -147,7 +142,7 @@ def test_how_much_is_taken_is_said(tmp_path: Path) -> None:
 def test_what_is_held_is_said_of_each_source_and_run(tmp_path: Path) -> None:
     for number, (step, lane) in enumerate(((9, "h:2%2Fa"), (4, "h:1%2F"), (3, "h:1%2F"))):
         path = copy(tmp_path, step, 10, lane) / "manifest.json"
-        module.os.utime(path, ns=(number, number))
+        os.utime(path, ns=(number, number))
     for step in range(50, 60):  # in whatever order a directory gives them
         (copy(tmp_path, step, 10, "h:1%2F") / "manifest.json").unlink()
     odd = copy(tmp_path, 99, 10, "h:3%2F") / "manifest.json"
@@ -193,7 +188,8 @@ class Thread:
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     Thread.made, Thread.fails = [], False
-    monkeypatch.setattr(module, "threading", SimpleNamespace(Thread=Thread, Event=threading.Event, Lock=threading.Lock))
+    monkeypatch.setattr(copying, "threading", SimpleNamespace(
+        Thread=Thread, Event=threading.Event, Lock=threading.Lock))
     return Thread.made
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import child as beside
-from flowcheck.node.child import FIRST_PAUSE
 from flowcheck.node.config.node import NodeConfig
-from flowcheck.node.protect.supervisor import Copying, check_copies
+from flowcheck.node.process import child
+from flowcheck.node.process.child import FIRST_PAUSE, ChildProcess
+from flowcheck.node.protect.border import EVENTS, CopierSettings
+from flowcheck.node.protect.supervisor import check_copies, copying, other_tokens
 
 from .pipes import Pipes
 
@@ -44,9 +45,9 @@ class Scene:
         (folder / "reader").write_text(READER)
         (folder / "peer").write_text(PEER)
 
-    def start(self, module: str, settings: Any) -> Pipes:
+    def start(self, module: str, settings: CopierSettings, files: Any) -> Pipes:
         assert module == "flowcheck.node.protect.worker"
-        self.given.append(json.loads(json.dumps(settings)))
+        self.given.append(json.loads(settings.encoded()))
         return self.pipes
 
     def config(self, protect: dict[str, Any], **tables: Any) -> NodeConfig:
@@ -62,8 +63,8 @@ class Scene:
             "control": {"listen": "127.0.0.1:0", "token_file": "t"}, "replica": {"directory": "/replicas"},
             "capture": {"device": "x", "cores": usable[:1] if len(usable) > 1 else []}, **tables})
 
-    def begin(self, config: NodeConfig) -> Copying:
-        return Copying(config, "a key", "127.0.0.1:4", lambda event, **fields: self.said.append((event, fields)))
+    def begin(self, config: NodeConfig) -> ChildProcess:
+        return copying(config, "a key", "127.0.0.1:4", lambda event, **fields: self.said.append((event, fields)))
 
     def settings(self, config: NodeConfig) -> dict[str, Any]:
         self.begin(config)
@@ -74,7 +75,7 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene(tmp_path)
-    monkeypatch.setattr(beside, "start", made.start)
+    monkeypatch.setattr(child, "start", made.start)
     with contextlib.closing(made.pipes):
         yield made
 
@@ -146,36 +147,50 @@ def test_parity_of_a_group_is_not_the_registrys(scene: Scene) -> None:
 @pytest.mark.parametrize("journal", [False, True])
 def test_other_tokens_are_told(scene: Scene, tmp_path: Path, journal: bool) -> None:
     more = {"journal": {"127.0.0.1:5": "127.0.0.1:6"}} if journal else {}
-    at = scene.begin(scene.config({"copies": ["127.0.0.1:5"], **more}))
+    given = scene.config({"copies": ["127.0.0.1:5"], **more})
+    at = scene.begin(given)
     assert scene.given[0]["token"] == (PEER if journal else "")
     (tmp_path / "peer").write_text("another token of peers")
-    at.tell("another key")
+    at.order(other_tokens(given, "another key"))
     assert scene.pipes.heard() == [{
         "key": "another key", "keys": [node_key(b"another token of peers")],
         "token": "another token of peers" if journal else ""}]
+    (tmp_path / "peer").unlink()
+    at.order(other_tokens(given, "a third key"))
+    assert scene.pipes.heard() == [{"key": "a third key"}], "what cannot be read just now stays"
 
 
 # -- what it says --------------------------------------------------------------------------------------------------
 
-EVENTS: dict[str, list[str]] = {
-    "copied": ["name", "source", "step", "bytes", "seconds", "path"], "uncopied": ["name", "source", "why"],
-    "protected": ["name", "epoch", "step", "shards", "stream", "bytes", "padded", "seconds", "path"],
-    "unprotected": ["name", "why"],
-    "redone": ["name", "source", "step", "base", "seconds", "why", "path"],
-    "unjournaled": ["name", "source", "why"], "registered": ["members", "root", "epoch"],
-    "unregistered": ["why", "epoch", "copies"], "unsigned": ["keys", "count", "why"],
-    "placed": ["epoch", "members", "copies", "holders", "alone", "together", "parity"],
-    "recovering": ["epoch", "lost", "asked", "steps", "void"], "replacing": ["lost", "recovery"],
-    "fallback": ["run_id", "shards", "step", "why"], "restored": ["epoch", "since"], "problem": ["name", "why"],
+COPY = {"name": "dp0", "source": "h:5", "step": 4, "bytes": 9, "seconds": 0.25, "path": "/p"}
+SAID: dict[str, dict[str, Any]] = {
+    "copied": COPY, "uncopied": {"name": "", "source": "h:5", "why": "w"},
+    "protected": {"name": "", "epoch": 1, "step": 4, "shards": ["a", "b"], "stream": 2, "bytes": 9, "padded": 1,
+                  "seconds": 0.25, "path": "/p"},
+    "unprotected": {"name": "", "why": "w"},
+    "redone": {"name": "dp0", "source": "h:5", "step": 4, "base": 2, "seconds": 0.25, "why": "w", "path": "/p"},
+    "unjournaled": {"name": "dp0", "source": "h:5", "why": "w"},
+    "registered": {"members": 3, "root": "h", "epoch": 1},
+    "unregistered": {"why": "w", "epoch": 1, "copies": ["a"]}, "unsigned": {"keys": ["k"], "count": 1, "why": "w"},
+    "placed": {"epoch": 1, "members": 3, "copies": ["a"], "holders": ["b"], "alone": [], "together": [["a", "b"]],
+               "parity": {"data": ["a", "b"], "holders": ["c"]}},
+    "recovering": {"epoch": 1, "lost": ["a"], "asked": ["b"], "steps": [{"run_id": "r", "step": 4}], "void": ["s"]},
+    "replacing": {"lost": "a", "recovery": 2},
+    "fallback": {"run_id": "r", "shards": ["s"], "step": None, "why": "w"}, "restored": {"epoch": 2, "since": 1},
+    "removed": {"name": "dp0", "run_id": "r", "step": 4, "path": "/p", "why": "w"}, "problem": {"name": "", "why": "w"},
 }
 WELL = {"copied", "protected"}
 
 
-@pytest.mark.parametrize("event", EVENTS)
+def test_every_event_of_its_table_is_tried() -> None:
+    assert SAID.keys() == EVENTS.keys()
+
+
+@pytest.mark.parametrize("event", SAID)
 def test_what_it_says_is_said_and_nothing_beside_it(scene: Scene, event: str) -> None:
     at = scene.begin(scene.config({"copies": ["127.0.0.1:5"]}))
-    fields = {key: f"of {key}" for key in EVENTS[event]}
-    scene.pipes.says(event, **{"name": "", **fields, "more": "of another release"})
+    fields = SAID[event]
+    scene.pipes.says(event, **fields, more="of another release")
     scene.pipes.says("another", name="")
     at._pause = 160.0
     scene.pipes.ends(1)

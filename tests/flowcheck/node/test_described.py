@@ -83,8 +83,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         described = schemathesis.openapi.from_url(
             f"http://{node.address}/openapi.json", headers={"Authorization": shown("operator")}
         )
-        yield Served(node.address, node._process, described, [one.id for one in asked.offers()])
-        assert node._process.poll() is None
+        yield Served(node.address, node.child.process, described, [one.id for one in asked.offers()])
+        assert node.child.process.poll() is None
 
 
 def unmoved(served: Served) -> None:

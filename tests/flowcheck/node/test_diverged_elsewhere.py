@@ -15,10 +15,12 @@ from flowcheck.checkpoint.objects import open_store
 from flowcheck.checkpoint.store import Lane
 from flowcheck.control.ask import COPY, Node
 from flowcheck.control.version import Version
-from flowcheck.node.api.routes import _Api, _Guard
+from flowcheck.node.api.guard import Guard
+from flowcheck.node.api.routes import _Api
+from flowcheck.node.protect.border import Rules
+from flowcheck.node.protect.copier import Copier
 from flowcheck.node.protect.journal import JobText, Journal
 from flowcheck.node.protect.parity_rounds import Rounds, kept_in
-from flowcheck.node.protect.worker import Copier, Rules
 from flowcheck.node.store.worker import Persister, Wants
 from flowcheck.node.versions.divergences import Divergences, Notices
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf
@@ -52,7 +54,7 @@ def test_a_node_lists_what_has_diverged_and_offers_none_of_it(shm: Path) -> None
         make(steps=2).mark_verified()
         shelf.notices = notices = Notices(shm, "n")
         made = _Api({"memory": shelf}, notices=notices)
-        app = _Guard(made.app, READER)
+        app = Guard(made.app, READER)
         told = get(app, "/v1/versions").json
         assert ([one["step"] for one in told["versions"]], told["diverged"]) == ([2, 1, 0], [])
         id = told["versions"][1]["id"]

@@ -20,7 +20,8 @@ from flowcheck.control.divergence import Divergence
 from flowcheck.errors import UserError
 from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.versions.divergences import Divergences, Notices
-from flowcheck.node.versions.holdings import DiskShelf, Gone, MemoryShelf, Withheld
+from flowcheck.node.versions.held import Gone
+from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf, Withheld
 
 from .group_scene import small_job
 from .holdings_scene import WHOLE, replicas

@@ -181,7 +181,7 @@ def test_where_all_are_being_answered_one_is_asked_to_come_again_and_health_is_t
 
 def test_one_descriptor_more_than_there_is_ends_a_stranger_and_burns_nothing(api: Callable[..., Scene]) -> None:
     one = api(strangers=65536, strangers_per_address=65536)
-    process = one.node._process
+    process = one.node.child.process
     assert process is not None
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))  # under way: its settings were made for more
     with crowd("silent", one.address):
@@ -199,7 +199,7 @@ def _ticks(pid: int) -> int:
 def test_one_that_hangs_is_replaced_within_seconds(api: Callable[..., Scene]) -> None:
     one = api()
     until(lambda: (one.node.look(), one.node.connected)[1])
-    process = one.node._process
+    process = one.node.child.process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
     began = time.monotonic()

@@ -11,7 +11,7 @@ import pytest
 
 from flowcheck.control.protocol import Bye, Flows, Manifest, Patch, Progress, Record
 from flowcheck.errors import UserError
-from flowcheck.node.groups import group as of_group
+from flowcheck.node.groups import intake as of_group
 from flowcheck.node.groups.session import wind_up
 from flowcheck.rebuild.version.events import Skipped
 
@@ -81,7 +81,7 @@ def test_rank_0_says_goodbye_before_another_one_has_answered(scene: Any) -> None
     at.give(first, Bye())
     assert at.events("end") == []
     at.post(other, Patch(1, 3, [["w", 0, 1]]))
-    at.group.leave(other.member)  # its connection ends before the group has come to its answer
+    at.intake.ranks.leave(other.member)  # its connection ends before the group has come to its answer
     at.turn()
     asked = [call[0] for call in at.session.calls if call[0] not in ("poll", "withdraw")]
     assert asked == ["patch", "finish"] and len(at.events("end")) == 1
@@ -96,7 +96,7 @@ def test_nobody_is_waited_for_without_end(scene: Any, monkeypatch: pytest.Monkey
     session.owed = {1}
     at.give(first, Bye())
     if how == "a new start":
-        at.group.leave(first.member)
+        at.intake.ranks.leave(first.member)
         at.join(0, instance="c")
         at.turn()
     elif how == "the node ends":
@@ -138,7 +138,7 @@ def test_a_start_that_takes_over_says_what_of_the_one_before_is_not_judged(scene
     at = scene(name="a")
     old = at.follow(first=100, instance="a")
     at.session.begun = range(3, 5)
-    at.group.leave(old.member)
+    at.intake.ranks.leave(old.member)
     at.join(0, instance="b")
     at.turn()
     (said,) = at.events("unjudged")
@@ -161,12 +161,12 @@ def test_what_the_attachments_of_a_process_made_stays_or_goes_together(scene: An
     """
     at, paths = scene(keep=keep, resync="ranges"), list[Path]()
     earlier = left_behind(tmp_path / "flowcheck-node--7.replica", "before", 12)
-    at.group.files._number = 7
+    at.intake.versions.files._number = 7
     for number in range(2):
         peer = at.follow(job(f"r{number}"), run=(f"r{number}", 0, 2))
         paths.append(left_behind(at.session.path, f"r{number}", 3))
-        at.group._standing.has(at.session.plan.job, 3)
-        at.group.leave(peer.member)
+        at.intake.versions.standing.has(at.session.plan.job, 3)
+        at.intake.ranks.leave(peer.member)
     at.follow(job("r2"), run=("r2", 0, 2))  # it never has a version
     at.group.start()
     at.group.stop()

@@ -23,14 +23,18 @@ from flowcheck.errors import UserError
 from flowcheck.node.config.load import load
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.protect import registry_loop as sitting
+from flowcheck.node.protect.border import Rules
+from flowcheck.node.protect.copier import Copier
 from flowcheck.node.protect.placement import Decided, Have, Member
 from flowcheck.node.protect.registry import HAVE, MEMBERS, PLACEMENT, ROOT, RegistryError
-from flowcheck.node.protect.worker import Copier, Rules, _Sources
+from flowcheck.node.protect.worker import _Sources
 
 from ..certificates import issue
 from ..hand_api import NODE_KEY, HandApi, HandVersion
 from ..hand_node import until
 from .registry_scene import EtcdServer, etcd_server, free_ports, signed
+from .test_copier_sources import given
+from .test_sitting_turns import sits
 
 PREFIX = "/flowcheck/c/"
 
@@ -80,15 +84,12 @@ class Holder:
         self.folder = folder
         copier = Copier(folder / "copies", Rules(seconds=0.01), self._say)
         stack.callback(copier.close, 60.0)
-        sources = _Sources(copier, {"sources": [], "key": NODE_KEY, "keys": [NODE_KEY], "ca": "", "own": "127.0.0.1:9",
-                                    "rate": 0})
-        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "cert": None, "user": "", "replicas": 2,
-                    "grace": 0.3, "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
-                    "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(folder),
-                    "code": None}
+        sources = _Sources(copier, given(sources=[], key=NODE_KEY, keys=[NODE_KEY], own="127.0.0.1:9"))
+        registry = sits(endpoints=server.endpoints, ca="", replicas=2, grace=0.3, standby=False, directory=str(folder),
+                        site={"name": "holder", "leaf": "l"}, kept=str(folder / "placement.json"))
         ending = threading.Event()
         thread = threading.Thread(target=sitting.sit, args=(
-            registry, folder / "placement.json", copier.held, list, sources.placed, sources.node, sources.keys,
+            registry, copier.held, list, sources.placed, sources.node, sources.keys,
             self._say, ending))
         thread.start()
         stack.callback(thread.join, 60.0)

@@ -41,29 +41,29 @@ def body(**changes: Any) -> dict[str, Any]:
 
 def test_who_comes_first_is_asked_for_the_job(scene) -> None:
     at = scene()
-    assert at.group.run is None and at.group.plan is None
+    assert at.intake.ranks.run is None and at.intake.plan is None
     peer = at.join(1)
     assert peer.told == [NOTHING_KNOWN] and peer.ended == []
-    assert at.group.run == RUN and at.group.members == {1: peer.member}
+    assert at.intake.ranks.run == RUN and at.intake.ranks.members == {1: peer.member}
 
 
 @pytest.mark.parametrize("other", [("another", 0, 2), ("synth-0", 1, 2), ("synth-0", 0, 3)])
 def test_another_run_waits_until_the_last_rank_has_left(scene, other: tuple[str, int, int]) -> None:
     at = scene()
     held, late = at.join(1), Peer(0)
-    assert at.group.join(other, late.member).startswith("run 'synth-0', epoch 0, 2 ranks, is attached here")
-    assert late.told == [] and at.group.run == RUN and at.group.members == {1: held.member}
-    at.group.leave(held.member)
-    assert at.group.join(other, late.member) == ""
-    assert late.told == [NOTHING_KNOWN] and at.group.run == other and at.group.members == {0: late.member}
+    assert at.intake.ranks.join(other, late.member).startswith("run 'synth-0', epoch 0, 2 ranks, is attached here")
+    assert late.told == [] and at.intake.ranks.run == RUN and at.intake.ranks.members == {1: held.member}
+    at.intake.ranks.leave(held.member)
+    assert at.intake.ranks.join(other, late.member) == ""
+    assert late.told == [NOTHING_KNOWN] and at.intake.ranks.run == other and at.intake.ranks.members == {0: late.member}
     assert late.member.start == held.member.start + 1
 
 
 def test_a_rank_is_attached_once(scene) -> None:
     at = scene()
     first, second = at.join(1), Peer(1)
-    assert at.group.join(RUN, second.member) == "rank 1 is attached already"
-    assert second.told == [] and first.ended == [] and at.group.members == {1: first.member}
+    assert at.intake.ranks.join(RUN, second.member) == "rank 1 is attached already"
+    assert second.told == [] and first.ended == [] and at.intake.ranks.members == {1: first.member}
 
 
 def test_a_rank_that_comes_back_is_told_what_is_wanted_now(scene) -> None:
@@ -71,7 +71,7 @@ def test_a_rank_that_comes_back_is_told_what_is_wanted_now(scene) -> None:
     at.join(1, instance="of rank 1")
     first = at.follow(instance="a")
     assert first.told == [NOTHING_KNOWN, STATE_WANTED]
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     again = at.join(0, instance="a")
     assert again.told == [STATE_WANTED] and again.member.start == first.member.start
     at.give(again, Manifest(body()))
@@ -85,48 +85,48 @@ def test_a_rank_that_comes_back_as_another_instance_is_a_new_start(scene) -> Non
     at = scene()
     other = at.join(1, instance="of rank 1")
     first = at.follow(instance="a")
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     again = at.join(0, instance="b")
     assert other.ended == ["the job was started again"] and first.ended == []
     assert again.told == [NOTHING_KNOWN] and again.ended == []
-    assert at.group.members == {0: again.member} and again.member.start == first.member.start + 1
+    assert at.intake.ranks.members == {0: again.member} and again.member.start == first.member.start + 1
     at.turn()
-    assert at.session.calls[-1] == ("close",) and at.group.plan is None
+    assert at.session.calls[-1] == ("close",) and at.intake.plan is None
     at.give(again, Flows([]))
     assert len(at.sessions) == 1 and again.ended == []  # the manifest of the start before is forgotten
     third = at.join(1, instance="of rank 1, again")  # the instances of the start before are forgotten
-    assert third.member.start == again.member.start and at.group.members == {0: again.member, 1: third.member}
+    assert third.member.start == again.member.start and at.intake.ranks.members == {0: again.member, 1: third.member}
 
 
 def test_ranks_of_one_start_may_be_different_instances(scene) -> None:
     at = scene()
     first, second = at.join(0, instance="a"), at.join(1, instance="b")
-    assert first.ended == [] and at.group.members == {0: first.member, 1: second.member}
+    assert first.ended == [] and at.intake.ranks.members == {0: first.member, 1: second.member}
 
 
 def test_the_end_of_a_replaced_connection_takes_nothing_from_its_successor(scene) -> None:
     at = scene()
     first = at.join(0)
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     second = at.join(0)
-    at.group.leave(first.member)
-    assert at.group.members == {0: second.member}
+    at.intake.ranks.leave(first.member)
+    assert at.intake.ranks.members == {0: second.member}
 
 
 @pytest.mark.parametrize(("rank", "withdrawn"), [(0, True), (1, False)])
 def test_a_state_that_was_announced_goes_with_rank_0_alone(scene, rank: int, withdrawn: bool) -> None:
     at = scene()
     peers = {0: at.follow(), 1: at.join(1)}
-    at.group.announce(peers[0].member, 4)
+    at.intake.announce(peers[0].member, 4)
     at.turn()
-    at.group.leave(peers[rank].member)
+    at.intake.ranks.leave(peers[rank].member)
     at.turn()
     assert at.session.calls == [("announce", 4), ("withdraw",)][: 1 + withdrawn]
 
 
 def test_a_member_may_leave_before_there_is_a_session(scene) -> None:
     at = scene()
-    at.group.leave(at.join(0).member)
+    at.intake.ranks.leave(at.join(0).member)
     at.turn()
     assert at.said == []
 
@@ -155,7 +155,7 @@ def test_letters_of_an_earlier_start_are_nobodys(scene, message: Any, tensors: A
     before = at.session
     if not late:
         at.post(old, message, tensors)
-    at.group.leave(old.member)
+    at.intake.ranks.leave(old.member)
     new = at.join(0, instance="b")
     at.post(new, Manifest(body()))
     if late:
@@ -174,7 +174,7 @@ def test_of_what_a_lost_connection_sent_records_answers_and_the_end_count(scene,
     rank = at.join(1)
     rank.member.rank = 0  # whoever sent it, it is its place among the members that counts
     at.post(rank, message)
-    at.group.leave(rank.member)
+    at.intake.ranks.leave(rank.member)
     at.turn()
     asked = [call[0] for call in at.session.calls if call[0] != "withdraw"]
     counts = {"Record": ["record"], "Patch": ["patch"], "Bye": ["poll", "finish"]}
@@ -185,10 +185,10 @@ def test_of_what_a_lost_connection_sent_records_answers_and_the_end_count(scene,
 def test_a_letter_of_a_new_start_ends_what_the_one_before_held(scene) -> None:
     at = scene()
     old = at.follow(instance="a")
-    at.group.leave(old.member)
+    at.intake.ranks.leave(old.member)
     new = at.join(0, instance="b")
     at.post(new, Record(1))
-    assert at.group._handle_one()  # the thread had looked for a new start just before
+    at.turn()
     assert at.session.calls == [("close",)] and new.ended == []
 
 
@@ -239,7 +239,7 @@ def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
     peer, other = at.join(0), at.join(1)
     at.give(peer, Manifest(body(), 5))
     (session,) = at.sessions
-    assert session.plan.job.run_id == "synth-0" and at.group.plan is session.plan
+    assert session.plan.job.run_id == "synth-0" and at.intake.plan is session.plan
     assert (session.plan.engine.streams, session.plan.engine.threads, session.plan.engine.arenas) == (2, 2, 5)
     assert session.plan.engine.patience == 900
     assert session.placers is at.placers
@@ -262,7 +262,7 @@ def test_peers_are_those_of_the_settings_and_their_iterations_take_arenas(scene,
     assert plan.engine.arenas == 8
     digest = digest_of(body(), plan, ("synth-0", 0, 2), Clock(5))
     peers.show(2, np.zeros(8, np.uint8), np.array([(0, 1)]), lambda: True)
-    assert at.group.peering.shelf.read(Holes(1, 7, digest, [(0, 8)], 0.1))[0].ranges == [(0, 8)]
+    assert at.intake.peering.shelf.read(Holes(1, 7, digest, [(0, 8)], 0.1))[0].ranges == [(0, 8)]
     peers.close()
 
 
@@ -293,7 +293,7 @@ def test_a_manifest_that_was_refused_is_not_held_against_others(scene) -> None:
     at.give(one, Flows([]))
     assert one.ended == []
     refused(at, zero, "manifest: the manifest is of run 'synth-0', epoch 1, 2 ranks; this is 'synth-0', 0, 2")
-    at.group.leave(zero.member)
+    at.intake.ranks.leave(zero.member)
     at.follow()
 
 
@@ -352,11 +352,11 @@ def test_ranks_that_do_not_come_are_said_once_a_start(scene, monkeypatch: pytest
     (said,) = at.events("incomplete")
     assert (said["run_id"], said["ranks"], said["absent"]) == ("synth-0", 2, [1])
     assert said["why"].startswith("1 of 2 ranks have not come")
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     second = at.join(0, instance="another")  # the job is started again
     at.turn()
     assert len(at.events("incomplete")) == 2
-    at.group.leave(second.member)
+    at.intake.ranks.leave(second.member)
     at.join(0, instance="yet another")
     at.join(1, instance="of rank 1")
     at.turn()
@@ -387,7 +387,7 @@ def test_connections_of_ranks_that_left_are_asked_for_again(scene) -> None:
     at = scene()
     zero, one = at.join(0), at.join(1)
     at.give(one, Flows(FLOWS))
-    at.group.leave(one.member)
+    at.intake.ranks.leave(one.member)
     at.give(zero, Flows(FLOWS))
     at.give(zero, Manifest(body(flows=[])))
     assert zero.told[-1] == Wanted(["flows"], "connections of rank 1 are not here") and at.sessions == []
@@ -495,12 +495,12 @@ def test_a_manifest_that_is_refused_while_the_job_starts_again_leaves_none(scene
     again: list[Peer] = []
 
     def refuse(*args: Any, **options: Any) -> None:
-        at.group.leave(peer.member)
+        at.intake.ranks.leave(peer.member)
         again.append(at.join(0, instance="b"))
         raise UserError("of the earlier start")
 
     with monkeypatch.context() as patch:
-        patch.setattr("flowcheck.node.groups.group.plan_job", refuse)
+        patch.setattr("flowcheck.node.groups.planning.plan_job", refuse)
         at.give(peer, Manifest(_job(90).to_dict()))
     at.give(again[0], Flows([]))
     assert len(at.sessions) == 1 and again[0].told == [NOTHING_KNOWN] and again[0].ended == []
@@ -518,10 +518,10 @@ def test_a_job_that_is_started_again_says_what_the_failure_cost(scene) -> None:
     first, other = at.follow(instance="a"), at.join(1, instance="x")
     for number in (3, 4):
         at.give(first, Record(number))
-    at.group.leave(other.member)
+    at.intake.ranks.leave(other.member)
     at.turn()
     assert failures(at) == [("left", {"name": "", "rank": 1, "iteration": 4})]
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     at.turn()
     again = at.join(0, instance="b")
     at.give(again, Manifest(body(), 4))
@@ -535,7 +535,7 @@ def test_a_connection_that_comes_back_is_no_failure(scene) -> None:
     at = scene()
     first = at.follow(instance="a")
     at.give(first, Record(3))
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     at.turn()
     again = at.join(0, instance="a")
     at.give(again, Manifest(body()))
@@ -547,7 +547,7 @@ def test_a_connection_that_was_replaced_before_its_end_was_seen_has_not_left(sce
     at = scene()
     first = at.follow(instance="a")
     at.give(first, Record(3))
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     at.join(0, instance="a")
     at.turn()
     assert failures(at) == []
@@ -558,7 +558,7 @@ def test_a_job_that_said_goodbye_and_is_started_again_has_not_failed(scene) -> N
     first = at.follow(instance="a")
     at.give(first, Record(3))
     at.give(first, Bye())
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     at.turn()
     again = at.join(0, instance="b")
     at.give(again, Manifest(body(), 4))
@@ -583,7 +583,7 @@ def test_all_ranks_hear_why_their_job_is_refused(scene, monkeypatch: pytest.Monk
     (why,) = one.ended
     assert "replica.memory_mb" in why and "remedy" in why
     assert "replica.memory_mb" in zero.told[-1].why and "remedy" in zero.told[-1].why
-    at.group.leave(one.member)
+    at.intake.ranks.leave(one.member)
     at.turn()
     assert at.events("incomplete") == []
     at.give(zero, Flows(FLOWS[:1]))  # while the other one is away

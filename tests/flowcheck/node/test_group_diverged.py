@@ -55,12 +55,12 @@ def test_the_second_time_the_job_is_refused(scene) -> None:
     closed(at, 6, "unverified")
     told = len(peer.told)
     diverge(at, 9)
-    assert session.closed.is_set() and at.group.plan is None and len(at.sessions) == 1
+    assert session.closed.is_set() and at.intake.plan is None and len(at.sessions) == 1
     [said] = at.events("job_refused")
     assert (said["run_id"], said["epoch"], peer.refused) == ("synth-0", 0, [said["why"]]) and peer.ended == []
     assert "tensor 'w' differs" in said["why"]
     assert [type(one) for one in peer.told[told:]] == [Progress], "it is asked for nothing more"
-    assert at.group.refused(RUN) == said["why"] and at.group.refused(("synth-0", 1, 2)) == ""
+    assert at.intake.refused(RUN) == said["why"] and at.intake.refused(("synth-0", 1, 2)) == ""
 
 
 @pytest.mark.parametrize("how", ["the same attachment", "another one", "a node that was told nothing at the door"])
@@ -69,16 +69,16 @@ def test_whoever_comes_with_that_run_is_refused(scene, how: str) -> None:
     at.follow(instance="a")
     diverge(at, 4)
     if how == "another one":
-        at.group.leave(at.group.members[0])
+        at.intake.ranks.leave(at.intake.ranks.members[0])
         at.follow(instance="b")
     diverge(at, 9)
-    for member in list(at.group.members.values()):
-        at.group.leave(member)
+    for member in list(at.intake.ranks.members.values()):
+        at.intake.ranks.leave(member)
     again = at.join(instance="a" if how == "the same attachment" else "c")
     sessions = len(at.sessions)
     at.give(again, Manifest(small_job().to_dict()))
     assert again.refused and len(at.sessions) == sessions
-    at.group.leave(again.member)
+    at.intake.ranks.leave(again.member)
     job = small_job()
     job.epoch = 1
     assert at.follow(job, run=("synth-0", 1, 2)).refused == [] and len(at.sessions) == sessions + 1, "another epoch"

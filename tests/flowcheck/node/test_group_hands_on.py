@@ -16,7 +16,7 @@ from flowcheck.job.model import Job
 from flowcheck.node.groups.assigning import WHY
 from flowcheck.node.groups.members import Inbound
 from flowcheck.node.groups.move_detector import Moved
-from flowcheck.node.groups.state_requests import OWN, Beginnings
+from flowcheck.node.groups.state_requests import OWN
 from flowcheck.node.versions.runs import start_of
 from flowcheck.node.versions.user_states import ranks_in, user_folder
 from flowcheck.rebuild.version.events import CaughtUp, Closed
@@ -58,7 +58,7 @@ def test_another_run_is_no_repetition_of_the_one_before(scene: Callable[..., Sce
     at, job = scene(), small_job()
     first = at.follow()
     at.give(first, Record(3))
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     at.turn()
     job.run_id = "another"
     at.give(at.follow(job, run=("another", 0, 2)), Record(0))
@@ -66,9 +66,8 @@ def test_another_run_is_no_repetition_of_the_one_before(scene: Callable[..., Sce
 
 
 def test_a_mirror_that_moves_again_and_again_makes_no_storm_of_joins(scene: Callable[..., Scene]) -> None:
-    at, now = scene(), [1000.0]
+    at = scene()
     at.follow()
-    at.group._moves = Beginnings(lambda: now[0])
 
     def moves() -> int:
         """Sessions by now."""
@@ -77,7 +76,7 @@ def test_a_mirror_that_moves_again_and_again_makes_no_storm_of_joins(scene: Call
         return len(at.sessions)
 
     assert [moves() for _ in range(4)] == [2, 3, 3, 3]
-    now[0] += OWN
+    at.now += OWN
     assert moves() == 4 and len(at.events("moved")) == 3
 
 
@@ -123,7 +122,7 @@ def test_what_ranks_gave_of_steps_that_are_gone_goes_when_a_peers_version_comes(
     peer = at.follow(by_ranges())
     old, kept = (user_folder(at.session.path, step) for step in (8, 9))
     for number in (7, 8):
-        at.group.put(Inbound(peer.member, User(number, 0), data=b"of rank 0"))
+        at.intake.put(Inbound(peer.member, User(number, 0), data=b"of rank 0"))
     at.turn()
     until(lambda: ranks_in(old) == ranks_in(kept) == [0])
     at.session.replica.steps = [9]
@@ -171,14 +170,14 @@ class Unknown:
 
     def answer(self, monkeypatch: pytest.MonkeyPatch, **said: Any) -> None:
         """The process that looks for them says that."""
-        assigning = self.at.group._assigning
+        assigning = self.at.assigning
 
         def look() -> bool:
             assigning._take(said)
             return True
 
         monkeypatch.setattr(assigning, "look", look)
-        self.at.group._assign()
+        self.at.turn()
 
 
 @pytest.mark.parametrize("marks", [(), ("a mark",)])
@@ -189,7 +188,7 @@ def test_a_job_without_channels_waits_until_they_are_known(
     unknown = Unknown(at, *marks)
     assert all(rank.told[-1] == Wanted(["flows"], WHY) for rank in unknown.ranks) and at.sessions == []
     assert at.join(1 + 1).told == [Wanted(["flows"], WHY)]
-    asked = at.group._assigning._asked
+    asked = at.assigning._asked
     assert asked is not None and asked["job"] == unknown.body
     assert sorted(map(repr, asked["flows"])) == sorted(map(repr, unknown.flows))
     flows = unknown.job.to_dict()["flows"]
@@ -217,17 +216,17 @@ def test_so_does_what_keeps_the_node_from_looking(
     def look() -> bool:
         raise EnvironmentProblem("ended with status 1", where="connections")
 
-    monkeypatch.setattr(at.group._assigning, "look", look)
-    at.group._assign()
+    monkeypatch.setattr(at.assigning, "look", look)
+    at.turn()
     assert [rank.ended for rank in unknown.ranks] == [["connections: ended with status 1"]] * 2
 
 
 def test_nobody_looks_for_channels_of_a_job_that_has_gone(scene: Callable[..., Scene]) -> None:
     at = scene()
     unknown = Unknown(at)
-    at.group.leave(unknown.ranks[0].member)
-    at.group._assign()
-    assert at.group._assigning._observer is not None, "rank 1 is still there"
-    at.group.leave(unknown.ranks[1].member)
-    at.group._assign()
-    assert at.group._assigning._observer is None
+    at.intake.ranks.leave(unknown.ranks[0].member)
+    at.turn()
+    assert at.assigning._observer is not None, "rank 1 is still there"
+    at.intake.ranks.leave(unknown.ranks[1].member)
+    at.turn()
+    assert at.assigning._observer is None

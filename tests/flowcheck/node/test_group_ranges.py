@@ -36,9 +36,7 @@ def job() -> Job:
 
 def refuse(at: Scene) -> None:
     """A trainer has refused to give ranges."""
-    resync = at.group._resync
-    assert resync is not None
-    resync.how = "state: exp_avg is not all on this rank"
+    at.session.options["resync"].how = "state: exp_avg is not all on this rank"
 
 
 def test_a_job_is_begun_as_soon_as_it_is_known(scene) -> None:
@@ -67,7 +65,7 @@ def test_a_rank_that_comes_back_hears_that_it_is_followed(scene) -> None:
     at = scene()
     at.join(1, instance="of rank 1")
     first = at.follow(job(), instance="a")
-    at.group.leave(first.member)
+    at.intake.ranks.leave(first.member)
     again = at.join(0, instance="a")
     at.session.next = 4
     at.give(again, Flows([]))
@@ -76,12 +74,9 @@ def test_a_rank_that_comes_back_hears_that_it_is_followed(scene) -> None:
     assert again.told[2:] == [Joined(4)] and len(at.sessions) == 1 and at.session.calls.count(("begin",)) == 1
 
 
-def test_what_has_ended_is_begun_again_and_not_at_once_each_time(scene, monkeypatch) -> None:
+def test_what_has_ended_is_begun_again_and_not_at_once_each_time(scene) -> None:
     at = scene()
     peer = at.follow(job())
-    now = [1000.0]
-    at.group._asking.beginnings._clock = lambda: now[0]
-    at.group._asking.beginnings.begun()
     at.happens(Lost("tensor 'w' differs", withdrawn=True))
     assert at.session.calls == [("begin",)], "the session is not through with what has ended it"
     assert at.events("lost")[0]["why"] == "tensor 'w' differs"
@@ -93,7 +88,7 @@ def test_what_has_ended_is_begun_again_and_not_at_once_each_time(scene, monkeypa
     at.turn()
     assert len(at.session.calls) == 2 and at.events("deferred")[0]["seconds"] == uploads.OWN
     assert at.events("deferred")[0]["why"].startswith("versions ended soon after they were begun")
-    now[0] += uploads.OWN
+    at.now += uploads.OWN
     at.turn()
     assert len(at.session.calls) == 3
     assert all(message.what == [] for message in peer.told[1:] if isinstance(message, Wanted)), "no state, ever"
@@ -170,7 +165,7 @@ def test_no_room_for_a_replica_is_said_to_the_rank_that_brought_the_job(scene, m
     peer = at.join(0)
     monkeypatch.setattr(FakeSession, "begin", no_room)
     at.give(peer, Manifest(job().to_dict(), 0))
-    assert "cannot be reserved" in peer.ended[0] and at.session.calls == [("close",)] and at.group.plan is None
+    assert "cannot be reserved" in peer.ended[0] and at.session.calls == [("close",)] and at.intake.plan is None
 
 
 def test_no_room_for_another_replica_sends_the_ranks_away(scene) -> None:
@@ -179,7 +174,7 @@ def test_no_room_for_another_replica_sends_the_ranks_away(scene) -> None:
     at.happens(Lost("tensor 'w' differs", withdrawn=True))
     at.session.begin_error = NoRoomForReplica("12 MiB cannot be reserved: No space left on device")
     at.turn()
-    assert "cannot be reserved" in peer.ended[0] and at.session.calls[-1] == ("close",) and at.group.plan is None
+    assert "cannot be reserved" in peer.ended[0] and at.session.calls[-1] == ("close",) and at.intake.plan is None
     assert "cannot be reserved" in at.events("problem")[0]["why"]
 
 
@@ -187,7 +182,7 @@ def test_an_ended_session_is_not_begun_again(scene) -> None:
     at = scene()
     peer = at.follow(job(), instance="a")
     at.happens(Lost("it has ended"))
-    at.group.leave(peer.member)
+    at.intake.ranks.leave(peer.member)
     at.join(0, instance="b")
     at.turn()
     assert [call[0] for call in at.session.calls] == ["begin", "close"]
@@ -211,7 +206,7 @@ def test_what_an_earlier_process_left_of_the_same_start_is_taken_up(scene, tmp_p
     assert again.session.left == left and again.session.plan.job.run_id == name
     again.happens(Resumed(left, (6, 7)))
     assert again.events("resumed") == [{"name": "", "run_id": name, "epoch": 0, "step": 7, "path": str(left)}]
-    assert again.group.files.named == left
+    assert again.intake.versions.files.named == left
     again.group.stop()
     for instance in ("b", ""):
         other = scene()

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import flowcheck.node.groups.group
-import flowcheck.node.groups.state_requests
+import flowcheck.node.groups.intake
+import flowcheck.node.groups.planning
 from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, Steps, User, Wanted
 from flowcheck.errors import UserError
 from flowcheck.node.groups.members import Inbound
 from flowcheck.node.groups.move_detector import Moved
-from flowcheck.node.groups.state_requests import Uploads
 from flowcheck.node.ports.silence import Silent
 from flowcheck.node.versions.user_states import ranks_in, user_folder
 from flowcheck.rebuild.version.events import Closed, Lost, Waiting
@@ -57,22 +57,22 @@ def test_while_a_job_is_joined_anew_what_trainers_send_still_has_a_form(scene) -
     before, plans = at.session, []
 
     def noting(call: Any) -> Any:
-        return lambda *args, **options: (plans.append(at.group.plan), call(*args, **options))[1]
+        return lambda *args, **options: (plans.append(at.intake.plan), call(*args, **options))[1]
 
     with pytest.MonkeyPatch.context() as patch:  # undone before the scene's own
-        group = flowcheck.node.groups.group
-        for where, name in ((group, "LiveSession"), (group, "plan_job"), (before, "close")):
+        groups = flowcheck.node.groups
+        for where, name in ((groups.intake, "LiveSession"), (groups.planning, "plan_job"), (before, "close")):
             patch.setattr(where, name, noting(getattr(where, name)))
         at.happens(Moved("nothing comes"))
         at.turn()
     (said,) = at.events("moved")
     assert said["why"].startswith("nothing comes: was the mirror configured anew?")
     assert at.session is not before and before.closed.is_set()
-    assert len(plans) == 3 and None not in plans and at.group.plan is at.session.plan
-    at.group.leave(peer.member)
+    assert len(plans) == 3 and None not in plans and at.intake.plan is at.session.plan
+    at.intake.ranks.leave(peer.member)
     at.join(0, ("another", 0, 2))
     at.turn()
-    assert at.group.plan is None, "another start may be another job"
+    assert at.intake.plan is None, "another start may be another job"
 
 
 # -- states ------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_while_a_job_is_joined_anew_what_trainers_send_still_has_a_form(scene) -
 def test_a_state_is_announced_and_taken(scene, tmp_path) -> None:
     at = scene(name="a")
     peer, other = at.follow(first=5), at.join(1)
-    at.group.announce(peer.member, 7)
+    at.intake.announce(peer.member, 7)
     at.turn()
     assert at.session.calls == [("announce", 2)] and at.events("state") == []
     old, path = tmp_path / "flowcheck-node-a-8.replica", tmp_path / "flowcheck-node-a-1.replica"
@@ -242,12 +242,12 @@ def test_hashes_that_cannot_be_written_are_said_and_end_nothing(scene) -> None:
 def test_what_ranks_give_of_themselves_lies_beside_their_versions_and_goes_with_them(scene, tmp_path) -> None:
     at = scene(name="a", every=1)
     peer, other = at.follow(first=5), at.join(1)
-    at.group.put(Inbound(other.member, User(6, 1), data=b"no replica has a name yet"))
+    at.intake.put(Inbound(other.member, User(6, 1), data=b"no replica has a name yet"))
     at.give(peer, State(7), MODEL)
     replica = tmp_path / "flowcheck-node-a-1.replica"
     replica.touch()
     for rank, one in enumerate((peer, other)):
-        at.group.put(Inbound(one.member, User(7, rank), data=b"of %d" % rank))
+        at.intake.put(Inbound(one.member, User(7, rank), data=b"of %d" % rank))
     at.turn()
     until(lambda: ranks_in(user_folder(replica, 8)) == [0, 1])
     at.session.replica.step = 8
@@ -264,13 +264,13 @@ def test_what_ranks_give_after_a_new_start_goes_to_no_version_of_the_one_before(
     at = scene(name="a")
     peer = at.follow(first=5, instance="one")
     at.give(peer, State(7), MODEL)
-    at.group.leave(peer.member)
+    at.intake.ranks.leave(peer.member)
     old = tmp_path / "flowcheck-node-a-1.replica"
     old.touch()
     peer = at.follow(first=5, instance="two")
-    at.group.put(Inbound(peer.member, User(7, 0), data=b"of the new start"))
+    at.intake.put(Inbound(peer.member, User(7, 0), data=b"of the new start"))
     at.give(peer, State(6), MODEL)
-    at.group.put(Inbound(peer.member, User(7, 0), data=b"of the new start"))
+    at.intake.put(Inbound(peer.member, User(7, 0), data=b"of the new start"))
     at.turn()
     until(lambda: ranks_in(user_folder(tmp_path / "flowcheck-node-a-2.replica", 8)) == [0])
     assert ranks_in(user_folder(old, 8)) == []
@@ -281,8 +281,8 @@ def test_a_replica_that_had_no_version_leaves_no_states_behind(scene, tmp_path) 
     orphan, other = tmp_path / "flowcheck-node-a-1.user", tmp_path / "flowcheck-node-b-1.user"
     for folder in (orphan, other):
         folder.mkdir()
-    left, mine = (at.group.files.path().with_suffix(".user") for _ in range(2))
-    at.group.files.stands("synth-0", 0, 7)
+    left, mine = (at.intake.versions.files.path().with_suffix(".user") for _ in range(2))
+    at.intake.versions.files.stands("synth-0", 0, 7)
     assert not orphan.exists() and not left.exists() and mine.exists() and other.exists()
 
 
@@ -326,9 +326,9 @@ def test_a_version_without_a_replica_is_not_progress(scene) -> None:
 def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
     at = scene(name="a")
     peer, other = at.follow(), at.join(1)
-    path = at.group.files.path()
+    path = at.intake.versions.files.path()
     path.touch()
-    at.group.files.stands("synth-0", 0, 3)
+    at.intake.versions.files.stands("synth-0", 0, 3)
     at.session.replica, at.session.serves = FakeReplica(3), 2
     at.happens(Lost("iteration 3 is not published"))
     wanted = Wanted(["state"], "checkpoint wanted: iteration 3 is not published")
@@ -337,7 +337,7 @@ def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
     at.session.replica, at.session.serves = None, -1  # it diverged
     at.happens(Lost("tensor differs", withdrawn=True))
     assert not path.exists() and at.events("lost")[1]["serves"] == -1
-    at.group.leave(peer.member)
+    at.intake.ranks.leave(peer.member)
     assert at.join(0).told == [Wanted(["state"], "checkpoint wanted: tensor differs")]
 
 
@@ -348,18 +348,14 @@ def test_waiting_is_said_in_the_trainers_numbers(scene) -> None:
     assert at.events("waiting") == [{"name": "", "iteration": 7, "why": "its step record is not here"}]
 
 
-def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_of_uploads(scene, monkeypatch) -> None:
+def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_of_uploads(scene) -> None:
     """Each chain is lost to a full ring as soon as its state is here; what rank 0 is asked for stays bounded."""
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(
-        flowcheck.node.groups.state_requests, "Uploads", lambda drops: Uploads(drops, lambda: clock.now)
-    )
     at = scene(name="a")
-    peer, end = at.follow(), clock.now + 600
+    peer, end = at.follow(), 600.0
     states = 0
-    while clock.now < end:
+    while at.now < end:
         if peer.told[-1] == Wanted(["state"], peer.told[-1].why if isinstance(peer.told[-1], Wanted) else ""):
-            at.group.announce(peer.member, states)
+            at.intake.announce(peer.member, states)
             at.give(peer, State(states), MODEL)
             states += 1
             at.port.dropped["ring_full"] = at.port.dropped.get("ring_full", 0) + 9
@@ -370,25 +366,21 @@ def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_
             assert "the node itself has dropped ring_full 9: raise capture.ring_size (now 16384" in why
             assert peer.told[-2] == Wanted([], "") and why in peer.told[-1].why and isinstance(peer.told[-1], Notice)
             assert at.join(1).told == peer.told[-2:]
-            at.group.leave(at.group.members[1])
-        clock.now += 0.5
+            at.intake.ranks.leave(at.intake.ranks.members[1])
+        at.now += 0.5
         at.turn()
     assert 2 <= states <= 7
     assert [line["seconds"] for line in at.events("deferred")][:3] == [10.0, 20.0, 40.0]
 
 
-def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene, monkeypatch) -> None:
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(
-        flowcheck.node.groups.state_requests, "Uploads", lambda drops: Uploads(drops, lambda: clock.now)
-    )
+def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene) -> None:
     at = scene()
     peer = at.follow()
     at.session.state_error = StateTooLate("the state before iteration 3 is here, and 4 has passed")
     for _ in range(3):
-        at.group.announce(peer.member, 3)
+        at.intake.announce(peer.member, 3)
         at.turn()
-        clock.now += 2  # seconds that the upload takes
+        at.now += 2  # seconds that the upload takes
         at.give(peer, State(3), MODEL)
     assert [line["seconds"] for line in at.events("deferred")] == [40.0, 40.0, 40.0]
     (notice,) = (message for message in peer.told if isinstance(message, Notice) and message.why)
@@ -401,7 +393,7 @@ def test_a_silent_mirror_is_told_to_every_rank_also_those_that_come_later(scene)
     at.happens(Silent("no packet has come"))
     assert at.events("silent") == [{"name": "a", "why": "no packet has come"}]
     assert peer.told[-1] == other.told[-1] == Notice("no packet has come")
-    at.group.leave(other.member)
+    at.intake.ranks.leave(other.member)
     assert at.join(1).told[-1] == Notice("no packet has come")
     at.happens(Silent(""))
     assert at.events("mirror_back") == [{"name": "a", "why": "the mirror brings the job's packets again"}]
@@ -414,7 +406,7 @@ def test_progress_leaves_what_is_wanted_as_it_is(scene) -> None:
     peer = at.follow()
     at.session.replica = FakeReplica(3)
     at.happens(LINE)
-    at.group.leave(peer.member)
+    at.intake.ranks.leave(peer.member)
     assert at.join(0).told == [Wanted(["state"], "the job is known; a state to begin with is not here")]
 
 
@@ -510,7 +502,7 @@ def test_a_group_follows_a_job_with_real_packets(tmp_path, truth) -> None:
     for t in range(2):
         run.advance(run.traffic(t))
     peer = at.follow(job)
-    assert at.group.plan == plan_job(job, arenas=4)
+    assert at.intake.plan == plan_job(job, arenas=4)
     tensors = {f"model.{name}": tensor for name, tensor in run.tensors().items()}
     tensors |= {f"optimizer.{n}.{k}": t for n, states in run.state().items() for k, t in states.items()}
     at.give(peer, State(2), tensors)
@@ -525,7 +517,7 @@ def test_a_group_follows_a_job_with_real_packets(tmp_path, truth) -> None:
     assert at.events("end") == [{"name": "", "run_id": "synth-0", "serves": 2}]
     assert [p.name for p in tmp_path.glob("*.replica")] == ["flowcheck-node--1.replica"]
     at.group.stop()
-    at.group._drop_session()
+    at.group.drop()
 
 
 # -- the thread --------------------------------------------------------------------------------------------------------
@@ -555,7 +547,7 @@ def test_the_thread_sleeps_when_nothing_moves_and_not_before(scene, monkeypatch,
 
     def sleep(seconds: float) -> None:
         assert seconds == 0.0005
-        left.append((at.group.inbox._queue.qsize(), at.session.moves if job else -1))
+        left.append((at.intake.inbox._queue.qsize(), at.session.moves if job else -1))
         at.group._stop.set()
 
     monkeypatch.setattr(flowcheck.node.groups.group, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
@@ -582,7 +574,7 @@ def test_a_running_group_follows_a_job_and_judges_what_is_there_at_the_end(scene
     assert ("record", 1, {}, 0) in calls
     assert [call for call in calls if call != ("poll",)] == [("record", 1, {}, 0), ("finish",), ("close",)]
     assert calls[-3:] == [("poll",), ("finish",), ("close",)]
-    assert at.group.failure is None and at.group.plan is None and path.exists()
+    assert at.group.failure is None and at.intake.plan is None and path.exists()
 
 
 @pytest.mark.parametrize(("moves", "polls"), [(0, 1), (5, 6), (4095, 4096), (9999, 4096)])
@@ -617,7 +609,7 @@ def test_a_new_start_ends_the_session_before_anything_of_it_is_here(scene) -> No
     old = at.join(0, instance="a")
     at.post(old, Manifest(small_job().to_dict()))
     assert heard.wait()[0] == "attached"
-    at.group.leave(old.member)
+    at.intake.ranks.leave(old.member)
     new = at.join(0, instance="b")
     assert at.session.closed.wait(SECONDS) and new.ended == []
     at.group.stop()
@@ -649,7 +641,7 @@ def test_what_other_groups_have_decides_which_slots_are_reused_last(scene) -> No
         at.common.hear(Steps("0b" * 16, "b", [["synth-0", epoch, "s1", list(steps)]]), "b:1")
 
     def turn() -> list[tuple[int, ...]]:
-        at.group._keep_common(at.session)
+        at.group.tick()
         return at.session.replica.kept
 
     assert turn() == [()] and turn() == [()]
@@ -660,14 +652,14 @@ def test_what_other_groups_have_decides_which_slots_are_reused_last(scene) -> No
     at.session.replica.steps = [5, 7, 8]
     assert turn()[3:] == [(5, 7, 8)]
     assert at.common.told().have == [("synth-0", 0, "s0", [5, 7, 8])]
-    at.group._drop_session()
+    at.group.drop()
     assert at.common.told().have == [], "nobody keeps anything for a group that has no versions"
 
 
 def test_a_session_without_a_replica_has_nothing(scene) -> None:
     at = scene(name="s0")
     at.follow()
-    at.group._keep_common(at.session)
+    at.group.tick()
     assert at.common.told().have == []
 
 

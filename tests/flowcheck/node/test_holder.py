@@ -365,7 +365,7 @@ def test_another_token_is_shown_at_once(tmp_path: Path) -> None:
         })
         with Holder(given, lambda event, **fields: events.append((event, fields))) as holder:
             def looked(event: str) -> bool:
-                holder._copying.look()
+                holder._children.look()
                 return any(name == event for name, _ in events)
 
             until(lambda: looked("uncopied"))

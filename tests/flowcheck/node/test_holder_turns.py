@@ -14,6 +14,7 @@ import pytest
 from flowcheck.control.ask import reader_key
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node import children
 from flowcheck.node import holder as module
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.holder import Holder, check
@@ -39,15 +40,15 @@ class Scene:
         self.said: list[Any] = []
         self.config = config(folder, "127.0.0.1:5")
         self.fails: Exception | None = None
-        patch.setattr(module, "Serving", self._serving)
-        patch.setattr(module, "Copying", self._copying)
+        patch.setattr(children, "Serving", self._serving)
+        patch.setattr(children, "copying", self._copying)
         patch.setattr(module, "Notify", lambda: SimpleNamespace(alive=lambda: self.did.append("alive")))
 
     def part(self, name: str, **more: Any) -> Any:
         def does(what: str) -> Callable[..., None]:
             return lambda *given: self.did.append((name, what, *given))
 
-        return SimpleNamespace(look=does("look"), tell=does("tell"), close=does("close"), **more)
+        return SimpleNamespace(look=does("look"), renew=does("renew"), order=does("order"), close=does("close"), **more)
 
     def _serving(self, given: NodeConfig, keys: Any, say: Any, board: int) -> Any:
         assert given is self.config and board >= 0
@@ -104,18 +105,19 @@ def test_what_is_done_again_and_again(scene: Scene, tmp_path: Path) -> None:
         holder._telling.look = lambda: looked.append(1) or look()  # type: ignore[method-assign,func-returns-value]
         for _ in range(2):
             holder.turn()
-        assert scene.since() == [("copying", "look"), ("serving", "look"), "alive"] * 2 and looked == [1, 1]
+        assert scene.since() == [("serving", "look"), ("copying", "look"), "alive"] * 2 and looked == [1, 1]
         (tmp_path / "token").write_text("another token of readers")
         holder.reload()
         holder.turn()
         assert holder._reload is False
         other, proven = reader_key(b"another token of readers"), node_key(b"another token of readers").hex()
         first, second, (who, what, keys), told, alive = scene.since()
-        assert (first, second, alive) == (("copying", "look"), ("serving", "look"), "alive")
-        assert (who, what) == ("serving", "tell") and other in keys and KEY not in keys
-        assert told == ("copying", "tell", proven)
+        assert (first, second, alive) == (("serving", "look"), ("copying", "look"), "alive")
+        assert (who, what) == ("serving", "renew") and other in keys and KEY not in keys
+        (*told, order) = told
+        assert told == ["copying", "order"] and order.key == proven
         holder.turn()
-        assert ("copying", "tell", proven) not in scene.since(), "once"
+        assert [one for one in scene.since() if one[:2] == ("copying", "order")] == [], "once"
 
 
 def test_what_it_tells_of_itself_has_no_captures(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,9 @@ import torch
 from safetensors.torch import load
 
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
-from flowcheck.node.versions import hashing, holdings
-from flowcheck.node.versions.holdings import Gone, MemoryShelf, Pressed
+from flowcheck.node.versions import hashing
+from flowcheck.node.versions.held import HOLD_SECONDS, RATE, Gone
+from flowcheck.node.versions.holdings import MemoryShelf, Pressed
 from flowcheck.node.versions.user_states import rank_file, user_folder
 from updater.errors import NoFreeSlot
 from updater.replica import Replica
@@ -127,7 +128,7 @@ def test_hashes_are_kept(make: Callable[..., Replica], memory: MemoryShelf, cloc
 
 
 def test_old_hashes_go(make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holdings, "KEPT", 1)
+    monkeypatch.setattr("flowcheck.node.versions.held.KEPT", 1)
     make()
     first, second = id_of(memory, 1), id_of(memory, 2)
     memory.hold(first).manifest()
@@ -226,7 +227,7 @@ def test_what_nobody_reads_is_let_go(make: Callable[..., Replica], memory: Memor
     held = memory.hold(id)
     with pytest.raises(NoFreeSlot):
         advance(replica)
-    clock.now += holdings.HOLD_SECONDS
+    clock.now += HOLD_SECONDS
     memory.expire()
     with pytest.raises(NoFreeSlot):
         advance(replica)
@@ -247,7 +248,7 @@ def test_who_reads_on_keeps_it_until_it_takes_too_long(
     id = id_of(memory, 2)
     held = memory.hold(id)
     for _ in range(2):
-        clock.now += holdings.HOLD_SECONDS / 2
+        clock.now += HOLD_SECONDS / 2
         assert memory.hold(id) is held
     clock.now += 1.0  # a version of some bytes is to be read in HOLD_SECONDS
     assert memory.hold(id) is not held and held.is_due(clock.now)
@@ -256,7 +257,7 @@ def test_who_reads_on_keeps_it_until_it_takes_too_long(
 def test_a_large_version_may_take_longer(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
     make()
     held = memory.hold(id_of(memory, 2))
-    clock.now += holdings.HOLD_SECONDS + held.offer.nbytes / holdings.RATE
+    clock.now += HOLD_SECONDS + held.offer.nbytes / RATE
     held.touch(clock.now)
     assert not held.is_due(clock.now) and held.is_due(clock.now + 0.001)
 
@@ -264,8 +265,8 @@ def test_a_large_version_may_take_longer(make: Callable[..., Replica], memory: M
 def test_hashing_may_take_its_time(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
     make()
     held = memory.hold(id_of(memory, 2))
-    held.offer.__dict__["nbytes"] = int(1000 * holdings.RATE)
-    clock.now += holdings.HOLD_SECONDS + 1
+    held.offer.__dict__["nbytes"] = int(1000 * RATE)
+    clock.now += HOLD_SECONDS + 1
     held.busy = 1
     assert not held.is_due(clock.now)
     held.busy = 0

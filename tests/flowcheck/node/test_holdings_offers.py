@@ -16,7 +16,8 @@ from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
 from flowcheck.control.ask import DISK, MEMORY
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
 from flowcheck.node.versions import holdings
-from flowcheck.node.versions.holdings import DiskShelf, Gone, MemoryShelf, inode_of
+from flowcheck.node.versions.held import HOLD_SECONDS, Gone, inode_of
+from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf
 from updater.reader import Reader
 from updater.replica import Replica
 
@@ -104,7 +105,7 @@ def test_any_number_of_steps_may_be_read(tmp_path: Path, disk: DiskShelf, clock:
     for step in range(6):
         write(tmp_path / "run", step)
     held = [disk.hold(id_of(disk, step)) for step in range(6)]
-    clock.now += holdings.HOLD_SECONDS + 1
+    clock.now += HOLD_SECONDS + 1
     disk.expire()
     for one in held:
         with pytest.raises(Gone):

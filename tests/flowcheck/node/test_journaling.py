@@ -18,9 +18,10 @@ from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.peers.shelf import Followed, _Shown
 from flowcheck.node.protect import journal_loop as module
+from flowcheck.node.protect.border import Rules
+from flowcheck.node.protect.copier import Copier
 from flowcheck.node.protect.journal import FOLDER, Journal
 from flowcheck.node.protect.journal_loop import Journaling
-from flowcheck.node.protect.worker import Copier, Rules
 from flowcheck.rebuild.iteration.intervals import intervals
 
 from ..hand_api import TOKEN, HandApi, HandVersion

@@ -87,7 +87,8 @@ def test_a_thread_that_nobody_waits_for_is_said(capsys: pytest.CaptureFixture[st
 
 
 def test_a_process_beside_says_it_in_a_line() -> None:
-    text = "import sys\nfrom flowcheck.node.child import guarded\nsys.exit(guarded(lambda: len(bytes(1 << 60))))"
+    text = ("import sys\nfrom flowcheck.node.process.child import guarded\n"
+            "sys.exit(guarded(lambda: len(bytes(1 << 60))))")
     done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=LONGEST)
     assert done.returncode == 3 and "not enough memory" in done.stderr and "Traceback" not in done.stderr
 

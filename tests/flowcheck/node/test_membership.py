@@ -28,7 +28,7 @@ def test_a_rank_hears_what_is_wanted_and_later_ranks_what_is_wanted_then() -> No
     first = joined(at, 0)
     assert first.told == [NOTHING] and at.run == RUN
     state = Wanted(["state"], "a hole")
-    at._tell(state)
+    at.tell(state)
     assert first.told == [NOTHING, state] and joined(at, 1).told == [state]
 
 
@@ -36,16 +36,16 @@ def test_a_notice_is_heard_by_all_and_by_those_that_come_later() -> None:
     at = Membership()
     first = joined(at, 0)
     notice = Notice("the mirror is silent")
-    at._tell(notice)
+    at.tell(notice)
     assert first.told == [NOTHING, notice] and joined(at, 1).told == [NOTHING, notice]
-    at._tell(Notice(""))
+    at.tell(Notice(""))
     assert first.told[-1] == Notice("") and joined(at, 2).told == [NOTHING], "there is nothing to say any more"
 
 
 def test_other_words_are_not_repeated_to_those_that_come_later() -> None:
     at = Membership()
     first = joined(at, 0)
-    at._tell(Joined(7))
+    at.tell(Joined(7))
     assert first.told == [NOTHING, Joined(7)] and joined(at, 1).told == [NOTHING]
 
 
@@ -71,10 +71,10 @@ def test_another_run_waits_until_all_have_left() -> None:
 def test_a_rank_that_comes_back_belongs_to_the_same_start(instances: tuple[str, str]) -> None:
     at = Membership()
     first, other = joined(at, 0, instance=instances[0]), joined(at, 1, instance="another")
-    at._manifest = Manifest({})
+    at.manifest = Manifest({})
     at.leave(first.member)
     back = joined(at, 0, instance=instances[1])
-    assert back.member.start == first.member.start == other.member.start and at._manifest is not None
+    assert back.member.start == first.member.start == other.member.start and at.manifest is not None
     assert other.ended == []
 
 
@@ -90,21 +90,21 @@ def test_another_instance_of_a_rank_is_a_job_that_was_started_again() -> None:
     """All that is known of the one before goes, and so do its connections."""
     at = Membership()
     first, other = joined(at, 0, instance="one"), joined(at, 1, instance="two")
-    own = at._own_id
-    at._manifest = Manifest({})
-    at._tell(Wanted(["state"], "a hole"))
+    own = at.own_id
+    at.manifest = Manifest({})
+    at.tell(Wanted(["state"], "a hole"))
     at.leave(first.member)
     back = joined(at, 0, instance="three")
     assert other.ended == ["the job was started again"] and list(at.members) == [0] and back.ended == []
-    assert back.member.start == first.member.start + 1 and at._manifest is None and back.told == [NOTHING]
-    assert at._own_id != own
+    assert back.member.start == first.member.start + 1 and at.manifest is None and back.told == [NOTHING]
+    assert at.own_id != own
     assert joined(at, 1, instance="four").ended == [], "the other rank of the new start has an instance of its own"
 
 
 def test_a_start_has_an_id_of_its_own_for_a_job_that_says_none() -> None:
     at = Membership()
     first = joined(at, 0)
-    assert first.member.start == 1 and re.fullmatch(r"\S{8,}", at._own_id)
+    assert first.member.start == 1 and re.fullmatch(r"\S{8,}", at.own_id)
 
 
 def test_who_has_left_is_let_go_by_the_group() -> None:
@@ -114,7 +114,7 @@ def test_who_has_left_is_let_go_by_the_group() -> None:
     at.leave(first.member)
     second = joined(at, 0, instance="one")
     at.leave(first.member)
-    assert at.members == {0: second.member} and at._gone == [first.member, first.member]
+    assert at.members == {0: second.member} and at.gone == [first.member, first.member]
 
 
 class Clock:

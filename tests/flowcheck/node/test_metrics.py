@@ -13,7 +13,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowcheck.node.status import metrics
-from flowcheck.node.status.counters import CONDITIONS, STAGES
+from flowcheck.node.status.group_tally import CONDITIONS, STAGES
 from flowcheck.node.status.metrics import ALERTED, METRICS, MISSING, STATUSES, exposition
 
 from .told_scene import START, attached, document, iteration, times

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from flowcheck.node.status.counters import CONDITIONS, STAGES
+from flowcheck.node.status.group_tally import CONDITIONS, STAGES
 from flowcheck.node.status.metrics import METRICS, STATUSES
 from flowcheck.rebuild.iteration.verdict import Clause
 

@@ -211,11 +211,11 @@ def test_a_token_that_is_accepted_no_more_is_said(node: Node) -> None:
     page = node.page()
     page.wait("document.querySelector('#fresh').textContent.startsWith('live')")
     try:
-        node.serving.tell(keys_of(dict.fromkeys(HTTP_ROLES, (b"another token",)), False))
+        node.serving.renew(keys_of(dict.fromkeys(HTTP_ROLES, (b"another token",)), False))
         page.wait("document.querySelector('.banner').textContent.includes('The token is not accepted any more')")
         assert "Reload the page" in text(page, ".banner") and "Is flowcheck-node running" not in text(page, ".banner")
     finally:
-        node.serving.tell(keys_of(dict.fromkeys(HTTP_ROLES, (node.token,)), False))
+        node.serving.renew(keys_of(dict.fromkeys(HTTP_ROLES, (node.token,)), False))
     page.open(f"http://{node.address}/", "anybody", node.key)
     page.wait("document.querySelector('#fresh').textContent.startsWith('live, version')")
     page.wait("!document.querySelector('.banner').textContent.includes('token')")

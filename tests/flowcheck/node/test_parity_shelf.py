@@ -25,7 +25,8 @@ from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.protect import parity_shelf as module
 from flowcheck.node.protect.parity_rounds import Rounds, kept_in
 from flowcheck.node.protect.parity_shelf import ParityShelf, StreamShelf
-from flowcheck.node.versions.holdings import Gone, Pressed
+from flowcheck.node.versions.held import Gone
+from flowcheck.node.versions.holdings import Pressed
 from flowcheck.trainer.recover.recovery import Recovered, recover
 
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion

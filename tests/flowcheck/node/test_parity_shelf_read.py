@@ -23,7 +23,8 @@ from flowcheck.control.user_state import pack
 from flowcheck.control.version import Digest
 from flowcheck.node.protect import parity_shelf as module
 from flowcheck.node.protect.parity_shelf import BAD_SECONDS, FRESH_SECONDS, ParityShelf, StreamShelf
-from flowcheck.node.versions.holdings import Gone, Pressed
+from flowcheck.node.versions.held import Gone
+from flowcheck.node.versions.holdings import Pressed
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import LONGEST, until

@@ -15,6 +15,7 @@ import torch
 from flowcheck.checkpoint.objects import StoreError, open_store
 from flowcheck.checkpoint.store import Lane, Rules
 from flowcheck.control.user_state import pack
+from flowcheck.node.config.store import Store
 from flowcheck.node.store import worker as persisting
 from flowcheck.node.store.worker import Persister, Wants, lane_name
 from flowcheck.node.versions.holdings import MemoryShelf
@@ -399,4 +400,4 @@ def test_old_ones_that_cannot_go_are_said_and_what_was_written_stays(
 
 def test_settings() -> None:
     given = {"every": 5, "minutes": 1.5, "keep": 2, "keep_hours": 0.5, "keep_every": 100, "seconds": 9.0}
-    assert Wants.of(given) == Wants(5, 1.5, Rules(2, 1800.0, 100), 9.0)
+    assert Wants.of(Store.model_validate({"url": "/somewhere", **given})) == Wants(5, 1.5, Rules(2, 1800.0, 100), 9.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from flowcheck.checkpoint.objects import StoreError, open_store
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.model import BucketSlice
-from flowcheck.node.child import Lines
+from flowcheck.node.process.child import Lines
 from flowcheck.node.store import worker as persisting
+from flowcheck.node.store.border import StoreSettings
 from flowcheck.node.store.worker import END_SECONDS, HUNG, Persister, main, probe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -49,14 +51,11 @@ class Scene:
         self.stop = threading.Event()
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.root = root
-        self.settings: dict[str, Any] = {
-            "node": "n", "replicas": str(shm), "probe": False, "token_file": "", "readable_by": "owner",
-            "cores": [], "store": {
-                "url": str(root), "options": {}, "every": 1, "minutes": 0.0, "keep": 0, "keep_hours": 0.0,
-                "keep_every": 0, "seconds": SECONDS,
-            }}
-        monkeypatch.setattr(persisting, "begun", lambda: self.settings)
-        monkeypatch.setattr(persisting, "Lines", lambda: SaysOnly(self.say))
+        self.settings: StoreSettings | None = StoreSettings.model_validate_json(json.dumps({
+            "node": "n", "replicas": str(shm), "probe": False, "token_file": None, "readable_by": "owner",
+            "cores": [], "store": {"url": str(root), "every": 1, "seconds": SECONDS}}))
+        monkeypatch.setattr(persisting, "begun", lambda model: self.settings)
+        monkeypatch.setattr(persisting, "Lines", lambda events: SaysOnly(self.say))
         monkeypatch.setattr(persisting.os, "_exit", self.exit)
         self.threads: list[threading.Thread] = []
         self.kind = threading.Thread
@@ -78,6 +77,11 @@ class Scene:
     @staticmethod
     def exit(status: int) -> None:
         raise Exit(status)
+
+    def change(self, probe: bool, **store: Any) -> None:
+        assert self.settings is not None
+        changed = self.settings.store.model_copy(update=store)
+        self.settings = self.settings.model_copy(update={"probe": probe, "store": changed})
 
     def status(self) -> int:
         with pytest.raises(Exit) as ended:
@@ -105,7 +109,7 @@ def replica(shm: Path) -> Iterator[Replica]:
 
 
 def test_a_node_that_ended_at_once_needs_nothing(scene: Scene) -> None:
-    scene.settings = {}
+    scene.settings = None
     assert main() == 0 and scene.said == []
 
 
@@ -127,7 +131,7 @@ def test_one_that_hangs_ends_with_a_status_of_its_own(
 
 
 def test_a_check_leaves_the_place_as_it_was(scene: Scene, replica: Replica) -> None:
-    scene.settings["probe"] = True
+    scene.change(True)
     assert scene.status() == 0 and scene.said == []
     assert [path for path in scene.root.rglob("*") if path.is_file()] == []
 
@@ -138,7 +142,7 @@ def test_a_place_of_no_use_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch
         assert (url, options) == (str(scene.root), {"a": "b"})
         raise StoreError("denied", where="there", remedy="r")
 
-    scene.settings["probe"], scene.settings["store"]["options"] = check, {"a": "b"}
+    scene.change(check, options={"a": "b"})
     monkeypatch.setattr(persisting, "open_store", refuse)
     assert scene.status() == HUNG
     assert scene.said == [("unstored", {"name": "", "step": None, "again": None, "why": "there: denied\n  remedy: r"})]
@@ -149,7 +153,7 @@ def test_a_check_that_fails_is_no_place_of_use(scene: Scene, monkeypatch: pytest
         assert node == "n"
         raise RuntimeError("of a library")
 
-    scene.settings["probe"] = True
+    scene.change(True)
     monkeypatch.setattr(persisting, "probe", refuse)
     assert scene.status() == HUNG
     assert scene.said == [("unstored", {"name": "", "step": None, "again": None, "why": "RuntimeError: of a library"})]
@@ -176,8 +180,8 @@ def test_a_place_that_hangs_is_not_waited_for(
             super().start()
             assert self.daemon and (len(scene.threads) == 1 or came.wait(SECONDS))
 
-    scene.settings["probe"], scene.kind = check, Began
-    scene.settings["store"]["seconds"] = 0.02
+    scene.kind = Began
+    scene.change(check, seconds=0.02)
     monkeypatch.setattr(persisting, "_open", opening)
     monkeypatch.setattr(persisting, "MemoryShelf", lambda *_, **__: (_ for _ in ()).throw(Exit("goes on")))
     try:

@@ -17,7 +17,8 @@ from flowcheck.checkpoint.coding.parity import DESCRIPTION, Protected
 from flowcheck.checkpoint.directory import MANIFEST, Meta, write_step
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.node.protect.worker import Copier, Rules
+from flowcheck.node.protect.border import Rules
+from flowcheck.node.protect.copier import Copier
 from flowcheck.node.versions.divergences import Divergences, Notices
 from flowcheck.node.versions.replica_files import ReplicaFiles
 from flowcheck.node.versions.user_states import UserStates, rank_file, ranks_in, user_folder, users_in

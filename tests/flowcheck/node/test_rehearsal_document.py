@@ -15,7 +15,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from rich.console import Console
 
-from flowcheck.node.budget import MachineFacts, budget
+from flowcheck.node.check.budget import MachineFacts, budget
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.rehearse.jobs import Followed

@@ -20,7 +20,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import Job
-from flowcheck.node.budget import MachineFacts
+from flowcheck.node.check.budget import MachineFacts
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.ports.captures import plan_captures
 from flowcheck.node.rehearse import rehearsal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,14 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node import service
+from flowcheck.node import children, service
+from flowcheck.node.check import check
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.config.nodes import Nodes
+from flowcheck.node.groups import groups
+from flowcheck.node.ports import open_captures
 
 from .node_scene import World, put_in
 
@@ -66,16 +71,16 @@ class Noted:
         )
 
 
-def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> Noted:
+def noted(monkeypatch: pytest.MonkeyPatch, name: str, where: Any = service) -> Noted:
     part = Noted()
-    monkeypatch.setattr(service, name, part)
+    monkeypatch.setattr(where, name, part)
     return part
 
 
 def test_the_store_has_its_settings_and_says_what_it_does(
     make: Make, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    storing = noted(monkeypatch, "Storing")
+    storing = noted(monkeypatch, "storing", children)
     make()
     assert storing.given == []
     node = make(store={"url": str(tmp_path / "store"), "every": 1})
@@ -87,25 +92,23 @@ def test_the_store_has_its_settings_and_says_what_it_does(
 def test_copies_are_made_by_its_settings_and_key_and_said(
     make: Make, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copying = noted(monkeypatch, "Copying")
+    copying = noted(monkeypatch, "copying", children)
     access = SimpleNamespace(of=lambda role: [b"token"], keys=(), vouch=None, tls=None)
-    monkeypatch.setattr(service, "_check_files", lambda *_: access)
+    monkeypatch.setattr(service, "check_files", lambda *_: access)
     make()
     assert copying.given == []
     node = make(also={"protect": "as it is"})
     ((config, key, api, say),) = copying.given
-    assert (config, api, say) == (node.config, "", world.say) and key == node._key
+    assert (config, api, say, key) == (node.config, "", world.say, node_key(b"token").hex())
     node.close()
     assert copying.done == ["close"]
 
 
 def test_a_job_without_trainers_has_the_port(make: Make, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    unattended = noted(monkeypatch, "Unattended")
+    unattended = noted(monkeypatch, "unattended", groups)
     monkeypatch.setattr(service, "unattended_jobs", lambda config: [("its settings", "its plan")])
     node = make()
-    port = node._port
-    assert unattended.given == [
-        ("its settings", "its plan", node.config, port.queues, port.placers, port, world.say, node._hashes)]
+    assert unattended.given == [("its settings", "its plan", node.config, node._captures.port, world.say, None)]
     assert unattended.done == ["start"] and "start capture" in world.done
 
 
@@ -129,7 +132,7 @@ def test_neighbours_are_told_over_tls_where_there_is_somebody_to_tell(
 ) -> None:
     neighbours = noted(monkeypatch, "Neighbours")
     monkeypatch.setattr(service, "client_context", lambda ca: ("context of", ca))
-    monkeypatch.setattr(service, "_check_files", lambda *_: SimpleNamespace(of={}, keys=(), vouch=None, tls=None))
+    monkeypatch.setattr(service, "check_files", lambda *_: SimpleNamespace(of={}, keys=(), vouch=None, tls=None))
     for nodes in ([], ["h:1", "[::1]:2"]):
         make(also={"tls": SimpleNamespace(ca="our.pem")}, common={"nodes": nodes}).close()
     assert [(addresses, tls) for addresses, _, _, _, tls in neighbours.given] == [
@@ -142,11 +145,12 @@ def test_the_control_port_has_the_groups_their_shelves_and_what_other_nodes_say(
 ) -> None:
     control = noted(monkeypatch, "ControlServer")
     access = SimpleNamespace(of={}, keys=(), vouch=None, tls=None)
-    monkeypatch.setattr(service, "_check_files", lambda *_: access)
+    monkeypatch.setattr(service, "check_files", lambda *_: access)
     node = make(replica={"directory": str(make().config.replica.directory), "resync": "state"})
     (_, (address, of, connections, group, say, shelf, wanted, _, hear, *strangers)) = control.given
     assert (address, of, connections) == (("127.0.0.1", 0), access.of, 256)
-    assert (group, say, shelf, wanted, hear) == (node._group, world.say, node._shelf, "state", node._common.hear)
+    assert (group, say, shelf) == (node.groups.intake_of, world.say, node.groups.shelf_of)
+    assert (wanted, hear) == ("state", node._common.hear)
     assert strangers == [1024, 256]
     assert control.given[0][6] == "ranges" and control.done == ["start", "start"]
     node.close()
@@ -156,10 +160,10 @@ def test_the_control_port_has_the_groups_their_shelves_and_what_other_nodes_say(
 def test_drops_are_those_of_each_capture_and_checkpoints_as_often_as_it_says(
     make: Make, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    drops, writer = noted(monkeypatch, "Drops"), noted(monkeypatch, "Writer")
+    drops, writer = noted(monkeypatch, "Drops", open_captures), noted(monkeypatch, "Writer")
     node = make(capture=[{"device": device, "huge": False} for device in ("af_packet:lo", "ring")],
                 output={"every": 7, "directory": str(tmp_path)})
-    assert [(one, say) for one, _, say in drops.given] == [(one, world.say) for one in node._planned]
+    assert [(one, say) for one, _, say in drops.given] == [(one, world.say) for one in node._captures.planned]
     assert [of.args for _, of, _ in drops.given] == [(0,), (1,)]
     assert [(say, every) for say, every, _ in writer.given] == [(world.say, 7)]
 
@@ -167,7 +171,7 @@ def test_drops_are_those_of_each_capture_and_checkpoints_as_often_as_it_says(
 def test_of_three_captures_each_is_started_once(make: Make, world: World) -> None:
     """However often a later one has not come up."""
     node = make(capture=[{"device": device, "huge": False} for device in ("af_packet:lo", "ring", "null")])
-    last = node._captures[2]
+    last = node._captures.sources[2]
     start = last.start
 
     def refuse() -> None:
@@ -176,9 +180,9 @@ def test_of_three_captures_each_is_started_once(make: Make, world: World) -> Non
     last.start = refuse  # type: ignore[method-assign]
     for _ in range(2):
         with pytest.raises(EnvironmentProblem, match="no thread"):
-            node._group("a")
+            node.groups.intake_of("a")
     last.start = start  # type: ignore[method-assign]
-    node._group("a")
+    node.groups.intake_of("a")
     assert [one for one in world.done if one.startswith("start capture")] == [
         "start capture af_packet:lo", "start capture ring", "start capture null"]
 
@@ -186,7 +190,7 @@ def test_of_three_captures_each_is_started_once(make: Make, world: World) -> Non
 def test_trainers_are_answered_with_the_certificate_of_the_moment(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     control = noted(monkeypatch, "ControlServer")
     access = SimpleNamespace(of={}, keys=(), vouch=None, tls="before")
-    monkeypatch.setattr(service, "_check_files", lambda *_: access)
+    monkeypatch.setattr(service, "check_files", lambda *_: access)
     make()
     tls = control.given[0][7]
     assert tls() == "before"
@@ -196,7 +200,7 @@ def test_trainers_are_answered_with_the_certificate_of_the_moment(make: Make, mo
 
 def test_placing_is_calibrated_for_the_longest_packets(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(service, "settle", lambda *given: asked.append(given))
+    monkeypatch.setattr(open_captures, "settle", lambda *given: asked.append(given))
     make()
     make(capture={"device": "af_packet:lo", "huge": False, "path_mtu": 4096})
     assert [mtu for mtu, _ in asked] == [1024, 4096]
@@ -212,14 +216,14 @@ def test_devices_on_the_bus_are_opened_by_who_holds_the_rights(
         return function(*given, **named)
 
     rights = SimpleNamespace(opens_with_dpdk=True, call=call, give_back=bool)
-    monkeypatch.setattr(service, "Rights", lambda drivers: rights)
+    monkeypatch.setattr(open_captures, "Rights", lambda drivers: rights)
     make().close()
-    assert asked[:2] == [service.start_eal, service.LiveSource] and asked[-1].__name__ == "close"
+    assert asked[:2] == [open_captures.start_eal, open_captures.LiveSource] and asked[-1].__name__ == "close"
     assert world.done[-2:] == ["close capture", "close eal"]
     rights.opens_with_dpdk = False
     asked.clear()
     make()
-    assert asked[0] is service.LiveSource
+    assert asked[0] is open_captures.LiveSource
 
 
 def test_what_is_told_of_a_node_has_all_its_parts(
@@ -228,7 +232,7 @@ def test_what_is_told_of_a_node_has_all_its_parts(
     """Its port, what is common, and after how many checksums it offers anything; what it says afterwards is counted."""
     telling: list[tuple[Any, ...]] = []
     counted = Noted()
-    serving = noted(monkeypatch, "Serving")
+    serving = noted(monkeypatch, "Serving", children)
 
     def beside(*given: Any, **named: Any) -> Any:
         telling.append((*given, named))
@@ -236,11 +240,13 @@ def test_what_is_told_of_a_node_has_all_its_parts(
                                board=SimpleNamespace(fd="a board"))
 
     monkeypatch.setattr(service, "Telling", beside)
-    for name in ("Drops", "Writer", "ControlServer", "Neighbours"):
+    noted(monkeypatch, "Drops", open_captures)
+    for name in ("Writer", "ControlServer", "Neighbours"):
         noted(monkeypatch, name)
     node = make(name="mine", api={"listen": "127.0.0.1:0", "shadow": 5})
     ((name, planned, captures, port, connected, named),) = telling
-    assert (name, planned, captures, port) == ("mine", node._planned, node._captures, node._port)
+    parts = node._captures
+    assert (name, planned, captures, port) == ("mine", parts.planned, parts.sources, parts.port)
     assert connected() == {} and named == {"common": node._common.document, "shadow": 5, "doors": node._doors}
     assert serving.given == [(node.config, node._access.keys, counted, "a board")]
 
@@ -262,10 +268,10 @@ def test_a_certificate_of_nobody_is_found_before_anything_starts(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(service, "client_context", asked.append)
-    monkeypatch.setattr(service, "Access", lambda *_: "access")
+    monkeypatch.setattr(check, "client_context", asked.append)
+    monkeypatch.setattr(check, "Access", lambda *_: "access")
     config = settings(tmp_path).model_copy(update={"tls": SimpleNamespace(ca="whose")})
-    assert service._check_files(config, world.say) == "access" and asked == ["whose"]  # type: ignore[comparison-overlap]
+    assert check.check_files(config, world.say) == "access" and asked == ["whose"]  # type: ignore[comparison-overlap]
 
 
 def test_a_core_that_a_check_refuses_is_said_with_its_device(
@@ -274,9 +280,9 @@ def test_a_core_that_a_check_refuses_is_said_with_its_device(
     def refuse(cores: Any) -> None:
         raise DpdkError(1, "no core 1", "another core")
 
-    monkeypatch.setattr(service, "check_cores", refuse)
+    monkeypatch.setattr(check, "check_cores", refuse)
     with pytest.raises(DpdkError) as refused:
-        service.check(settings(tmp_path, capture={"device": "ring", "huge": False}), True)
+        check.check(settings(tmp_path, capture={"device": "ring", "huge": False}), True)
     assert (refused.value.what, refused.value.remedy) == ("ring: no core 1", "another core")
 
 
@@ -293,15 +299,15 @@ def test_a_check_names_the_address_that_is_not_of_this_machine(world: World, tmp
     part = setting.partition(".")[0]
     files = {"token_file": str(tmp_path / "token")} if part == "control" else {}
     with pytest.raises(EnvironmentProblem) as found:
-        service.check(settings(tmp_path, **{part: {"listen": "192.0.2.1:7070", "insecure": True, **files}}), True)
+        check.check(settings(tmp_path, **{part: {"listen": "192.0.2.1:7070", "insecure": True, **files}}), True)
     assert found.value.where == "192.0.2.1:7070" and re.search(rf"\b{setting}\b", found.value.remedy)
 
 
 def test_a_check_tries_every_core(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[tuple[int, ...]] = []
-    monkeypatch.setattr(service, "check_cores", tried.append)
+    monkeypatch.setattr(check, "check_cores", tried.append)
     capture = {"device": "ring", "huge": False, "cores": [1], "place_cores": [0]}
-    service.check(settings(tmp_path, capture=capture), True)
+    check.check(settings(tmp_path, capture=capture), True)
     assert tried == [(1, 0)]
 
 
@@ -309,105 +315,100 @@ def test_a_check_tries_every_core(world: World, tmp_path: Path, monkeypatch: pyt
 
 
 class Told:
-    """A part that notes what it is told. failure: of a group's thread."""
+    """A part that notes what it is asked."""
 
-    def __init__(self, name: str, done: list[Any], failure: BaseException | None = None) -> None:
-        self.name, self._done, self.failure, self.error = name, done, failure, None
+    def __init__(self, name: str, done: list[Any]) -> None:
+        self.name, self.done = name, done
 
-    def look(self) -> None:
-        self._done.append((self.name, "look"))
-
-    def alive(self) -> None:
-        self._done.append((self.name, "alive"))
-
-    def tell(self, what: Any) -> None:
-        self._done.append((self.name, what))
+    def __getattr__(self, what: str) -> Callable[..., None]:
+        return lambda *given: self.done.append((self.name, what, *given))
 
 
-def running(done: list[Any], **parts: Any) -> Any:
-    """What a node's turns use of it. A part that is None is not there."""
-    made = {name: Told(name, done) for name in ("telling", "serving", "storing", "copying", "common", "notify")}
-    given = {f"_{name}": one for name, one in made.items()} | {
-        "_drops": [Told("drops 0", done), Told("drops 1", done)], "_started": False, "_groups": {}, "_unattended": [],
-        "_reload": False, "_key": "a key", "_check_captures": lambda: done.append("captures"),
-        "_look_at_access": lambda: done.append("access"),
-        "_access": SimpleNamespace(look=lambda at_once: done.append(("access", at_once)), keys="keys"),
-    }
-    return SimpleNamespace(**given | parts)
-
-
-def test_what_is_looked_at_in_each_turn() -> None:
+@pytest.mark.parametrize("api", [True, False])
+def test_what_is_looked_at_in_each_turn(api: bool) -> None:
+    """Whoever watches the node hears that it is well last: not if a group's thread has died."""
     done: list[Any] = []
-    everything = [("drops 0", "look"), ("drops 1", "look"), "captures", ("telling", "look"), ("serving", "look"),
-                  ("storing", "look"), ("copying", "look"), ("common", "look"), "access", ("notify", "alive")]
-    service.Node._turn(running(done, _started=True))
-    assert done == everything
-    for absent, seen in (({"_started": False}, {"captures"}), ({"_serving": None}, {("telling", "look"),
-                         ("serving", "look")}), ({"_telling": None}, {("telling", "look"), ("serving", "look")}),
-                         ({"_storing": None}, {("storing", "look")}), ({"_copying": None}, {("copying", "look")})):
-        done.clear()
-        service.Node._turn(running(done, **{"_started": True, **absent}))
-        assert done == [one for one in everything if one not in seen]
-
-
-def test_a_thread_that_has_died_ends_the_turn() -> None:
-    """Of a group, or of a job without trainers; whoever watches the node is not told that it is well."""
-    died = RuntimeError("a fault of ours")
-    for parts in ({"_groups": {"a": Told("a", []), "b": Told("b", [], died)}}, {"_unattended": [Told("u", [], died)]}):
-        done: list[Any] = []
-        with pytest.raises(RuntimeError, match="a fault of ours"):
-            service.Node._turn(running(done, **parts))
-        assert done[-1] == ("common", "look")
-    done = []
-    service.Node._turn(running(done, _groups={"a": Told("a", done)}, _unattended=[Told("u", done)]))
-    assert done[-1] == ("notify", "alive")
-
-
-def test_tokens_that_have_changed_are_told_to_those_beside() -> None:
-    done: list[Any] = []
-
-    def look(at_once: bool) -> bool:
-        done.append(at_once)
-        return changed
-
-    changed = False
-    access = SimpleNamespace(look=look, keys="keys")
-    node = running(done, _access=access, _reload=True)
-    service.Node._look_at_access(node)
-    assert done == [True] and node._reload is False
-    service.Node._look_at_access(node)
-    changed = True
-    service.Node._look_at_access(node)
-    assert done == [True, False, False, ("serving", "keys"), ("copying", "a key")]
+    parts = {f"_{name}": Told(name, done) for name in ("captures", "children", "common", "notify")}
+    access = SimpleNamespace(look=lambda at_once: at_once)
+    node: Any = SimpleNamespace(**parts, _telling=Told("telling", done) if api else None, groups=Told("groups", done),
+                                _access=access, _reload=True)
+    everything = [("captures", "look"), *[("telling", "look")] * api, ("children", "look"), ("common", "look"),
+                  ("groups", "check"), ("children", "renew"), ("notify", "alive")]
+    service.Node.turn(node)
+    assert done == everything and node._reload is False
     done.clear()
-    service.Node._look_at_access(running(done, _access=access, _serving=None))
-    service.Node._look_at_access(running(done, _access=access, _copying=None))
-    assert done == [False, ("copying", "a key"), False, ("serving", "keys")]
+    service.Node.turn(node)
+    assert done == [one for one in everything if one != ("children", "renew")]
+
+
+def test_a_thread_that_has_died_is_found(make: Make, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group, or of a job without trainers."""
+    monkeypatch.setattr(service, "unattended_jobs", lambda config: [("its settings", "its plan")])
+    other = SimpleNamespace(failure=None, start=bool, stop=bool)
+    monkeypatch.setattr(groups, "unattended", lambda *_: other)
+    node = make()
+    node.groups.intake_of("a")
+    node.groups.check()
+    for group in (world.groups[0], other):
+        group.failure = RuntimeError("a fault of ours")
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            node.groups.check()
+        group.failure = None
+
+
+def test_tokens_that_have_changed_are_told_to_its_processes(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[Any] = []
+    for name, part in (("Serving", "api"), ("storing", "store"), ("copying", "copier")):
+        made = Told(part, done)
+        made.address = "there"  # type: ignore[attr-defined]
+        monkeypatch.setattr(children, name, lambda *_, made=made: made)
+    monkeypatch.setattr(children, "other_tokens", lambda config, key: key)
+    keys = [b"token"]
+    access: Any = SimpleNamespace(of=lambda role: keys, keys="keys")
+    config: Any = SimpleNamespace(api=True, store=True, protect=True)
+    all_of_them = children.Children(config, access, print)
+    all_of_them.look()
+    keys[0] = b"another"
+    all_of_them.renew()
+    assert done == [("api", "look"), ("store", "look"), ("copier", "look"), ("api", "renew", "keys"),
+                    ("copier", "order", node_key(b"another").hex())]
+    done.clear()
+    all_of_them.close()
+    all_of_them.close()
+    assert done == [("copier", "close"), ("store", "close"), ("api", "close")]
+    done.clear()
+    none: Any = SimpleNamespace(api=None, store=None, protect=None)
+    with contextlib.closing(children.Children(none, access, print)) as alone:
+        alone.look()
+        alone.renew()
+    assert done == [] and alone.api is None and alone.connected == {}
 
 
 def test_a_group_that_made_room_has_not_ended_when_it_comes_back(make: Make, world: World) -> None:
     """Its next job may not be pushed out for the end of the one before."""
     node = make()
     for name, other in (("a", "b"), ("b", "a")):
-        node._group(name)
+        node.groups.intake_of(name)
         world.groups[-1].plan = "a job"
-        node._say_of(name, "end", name=name, run_id="run", serves=True)
-        assert getattr(node._group(other), "name", "") == other
+        node.groups._hear(name, "end", name=name, run_id="run", serves=True)
+        assert getattr(node.groups.intake_of(other), "name", "") == other
     world.groups[-1].plan = "a job"
-    assert node._group("b") == "1 groups are attached, this node has room for no more"
+    assert node.groups.intake_of("b") == "1 groups are attached, this node has room for no more"
 
 
 def test_how_many_ranks_of_each_group_are_connected(make: Make, world: World) -> None:
     node = make(groups=2)
     for name in ("a", "b"):
-        node._group(name)
+        node.groups.intake_of(name)
     world.groups[1].members.update({0: "one", 3: "another"})
-    assert node._connected() == {"a": 0, "b": 2}
+    assert node.groups.connected == {"a": 0, "b": 2}
 
 
 def test_a_group_of_a_job_without_trainers_is_no_trainers(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "unattended_jobs", lambda config: [])
     node = make(also={"follow": (SimpleNamespace(group="fsdp"),)})
-    assert node._group("fsdp") == (
+    assert node.groups.intake_of("fsdp") == (
         "group 'fsdp' is of [[follow]] in this node's settings, without trainers; attach with another")
-    assert getattr(node._group("ddp"), "name", "") == "ddp"
+    assert getattr(node.groups.intake_of("ddp"), "name", "") == "ddp"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import errno
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,9 +19,9 @@ import torch
 
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node.api import supervisor as serving
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.process import child
 from flowcheck.node.status.board import Board
 from flowcheck.trainer.recover.recovery import recover
 from updater.optimizers import OptimizerSpec
@@ -106,47 +104,21 @@ def test_versions_of_memory_and_disk_come_back_whole(
         assert json.loads(ask(node.address, "/v1/status")[1])["newest"][0]["step"] == 7
 
 
-def test_a_process_that_cannot_be_started_is_tried_again(
-    config: Callable[..., NodeConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[Any] = []
-    begin, full = subprocess.Popen, [True]
-
-    def popen(*given: Any, **more: Any) -> Any:
-        if full[0]:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return begin(*given, **more)
-
-    monkeypatch.setattr(serving.subprocess, "Popen", popen)
-    monkeypatch.setattr(serving, "AGAIN_SECONDS", 0.0)
-    with contextlib.closing(Serving(config(), TOKEN.encode(), said(events))) as node:
-        for _ in range(3):
-            node.look()
-        node.tell({})
-        assert events == [("problem", {"why": "the process that answers api.listen cannot be started: Too many open"
-                                              " files; it is tried again and again", "about": "api"})]
-        node.tell({KEY: ["reader"]})
-        full[0] = False
-        node.look()
-        assert ask(node.address, "/healthz")[0] == 200 and len(events) == 1
-    node.close()
-
-
 def test_a_process_that_died_is_replaced_and_nobody_is_refused(
     config: Callable[..., NodeConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
     with contextlib.closing(Serving(config(), TOKEN.encode(), said(events))) as node:
         assert ask(node.address, "/healthz")[0] == 200
-        first = node._process.pid
-        node._process.kill()
-        until(lambda: node._process.poll() is not None)
-        monkeypatch.setattr(serving, "AGAIN_SECONDS", 1e9)
+        first = node.child.process.pid
+        node.child.process.kill()
+        until(lambda: node.child.process.poll() is not None)
+        monkeypatch.setattr(child, "AGAIN_SECONDS", 1e9)
         node.look()
-        assert node._process.pid == first and events == []  # not at once: it might die again and again
-        monkeypatch.setattr(serving, "AGAIN_SECONDS", 0.0)
+        assert node.child.process is None  # not at once: it might die again and again
+        node.child._due = 0.0
         node.look()
-        assert node._process.pid != first and node._process.poll() is None
+        assert node.child.process.pid != first and node.child.process.poll() is None
         why = "the process that answers api.listen ended with status -9; it is started anew"
         assert events == [("problem", {"process": "api", "cause": "ended", "why": why})]
         assert ask(node.address, "/healthz")[0] == 200  # the socket listened all the while
@@ -155,25 +127,16 @@ def test_a_process_that_died_is_replaced_and_nobody_is_refused(
 
 
 def test_it_ends_with_the_node(config: Callable[..., NodeConfig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "END_SECONDS", LONGEST)  # it ends by itself, however slow the machine is
+    monkeypatch.setattr(child, "END_SECONDS", LONGEST)  # it ends by itself, however slow the machine is
     node = Serving(config(), TOKEN.encode(), said([]))
     assert ask(node.address, "/healthz")[0] == 200
+    process = node.child.process
     node.close()
-    assert node._process.returncode == 0
+    assert process.returncode == 0
     host, _, port = node.address.rpartition(":")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)))
     node.close()
-
-
-def test_one_that_does_not_end_is_killed(
-    config: Callable[..., NodeConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(serving, "END_SECONDS", 0.1)
-    node = Serving(config(), TOKEN.encode(), said([]))
-    node._process.send_signal(signal.SIGSTOP)
-    node.close()
-    assert node._process.returncode == -signal.SIGKILL
 
 
 def test_an_address_that_another_has(config: Callable[..., NodeConfig]) -> None:
@@ -198,12 +161,12 @@ def test_what_the_process_is_given(config: Callable[..., NodeConfig], shm: Path,
     settings = config(capture={"device": "x", "cores": pinned})
     with contextlib.closing(Serving(settings, TOKEN.encode(), said([]))) as node:
         assert ask(node.address, "/healthz")[0] == 200
-        process = Path("/proc", str(node._process.pid))
+        process = Path("/proc", str(node.child.process.pid))
         shown = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
         assert KEY.encode() not in shown and TOKEN.encode() not in shown
-        assert os.sched_getaffinity(node._process.pid) == set(usable) - set(pinned)
-        assert os.getpriority(os.PRIO_PROCESS, node._process.pid) == min(19, os.nice(0) + 5)
-        assert os.getsid(node._process.pid) == node._process.pid  # Ctrl-C is for the node
+        assert os.sched_getaffinity(node.child.process.pid) == set(usable) - set(pinned)
+        assert os.getpriority(os.PRIO_PROCESS, node.child.process.pid) == min(19, os.nice(0) + 5)
+        assert os.getsid(node.child.process.pid) == node.child.process.pid  # Ctrl-C is for the node
 
 
 def test_a_process_whose_node_ended_at_once() -> None:
@@ -218,7 +181,7 @@ def test_metrics_page_and_stream_over_a_socket(
     config: Callable[..., NodeConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after the process was killed: what the node has counted is the node's. A viewer holds up no end."""
-    monkeypatch.setattr(serving, "END_SECONDS", LONGEST)
+    monkeypatch.setattr(child, "END_SECONDS", LONGEST)
     with contextlib.closing(Board()) as board, contextlib.closing(
         Serving(config(), TOKEN.encode(), said([]), board.fd)
     ) as node:
@@ -230,10 +193,11 @@ def test_metrics_page_and_stream_over_a_socket(
             assert ask(node.address, path, "x")[0] == 401
         assert ask(node.address, "/")[1].startswith(b"<!doctype html>")
 
-        node._process.kill()
-        until(lambda: node._process.poll() is not None)
-        node._began = -1e9
+        node.child.process.kill()
+        until(lambda: node.child.process.poll() is not None)
+        node.child._began = -1e9
         node.look()
+        process = node.child.process
         assert b'flowcheck_last_complete_step{group="dp0"} 6.0' in ask(node.address, "/metrics")[1]
         with contextlib.closing(http.client.HTTPConnection(node.address, timeout=LONGEST)) as viewer:
             password = base64.b64encode(f"me:{KEY}".encode()).decode()
@@ -247,4 +211,4 @@ def test_metrics_page_and_stream_over_a_socket(
                 while json.loads((line := answer.readline())[6:] or b"0") != told:
                     assert line.startswith(b"data: ") or line in (b":\n", b"\n")
             node.close()
-        assert node._process.returncode == 0
+        assert process.returncode == 0

@@ -3,8 +3,6 @@ and a clock by hand. The listening socket is real."""
 
 from __future__ import annotations
 
-import errno
-import json
 import os
 import socket
 import subprocess
@@ -19,9 +17,11 @@ import pytest
 from flowcheck.control.ask import reader_key
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.api import supervisor as serving
-from flowcheck.node.api.supervisor import AGAIN_SECONDS, END_SECONDS, Serving
+from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.process import child
+from flowcheck.node.process.child import AGAIN_SECONDS
+from flowcheck.node.tokens import HTTP_ROLES
 
 from .pipes import Pipes
 
@@ -39,16 +39,16 @@ class Scene:
         self.commands: list[Any] = []
         self.said: list[Any] = []
         self.made: list[Serving] = []
-        self.fails: OSError | None = None
         (folder / "reader").write_text(READER)
         (folder / "peer").write_text(PEER)
 
     def popen(self, command: list[str], **given: Any) -> Pipes:
         self.commands.append((command, given))
-        if self.fails is not None:
-            raise self.fails
         self.pipes.append(Pipes())
         return self.pipes[-1]
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
     def config(self, **tables: Any) -> NodeConfig:
         return NodeConfig.model_validate({
@@ -81,9 +81,9 @@ class Scene:
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene(tmp_path)
-    monkeypatch.setattr(serving, "subprocess", SimpleNamespace(
-        Popen=made.popen, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired))
-    monkeypatch.setattr(serving, "time", SimpleNamespace(monotonic=lambda: made.now))
+    monkeypatch.setattr(child, "subprocess", SimpleNamespace(
+        Popen=made.popen, PIPE=subprocess.PIPE, TimeoutExpired=subprocess.TimeoutExpired))
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: made.now, sleep=made.sleep))
     yield made
     made.close()
 
@@ -150,7 +150,7 @@ def test_a_token_of_all_roles_is_the_key_of_each(scene: Scene) -> None:
     [found] = scene.pipes[0].heard()
     token = b"a token that only tests have"
     assert found["keys"].keys() == {reader_key(token), node_key(token).hex()}
-    assert sorted(found["keys"][reader_key(token)]) == sorted(serving.HTTP_ROLES)
+    assert sorted(found["keys"][reader_key(token)]) == sorted(HTTP_ROLES)
 
 
 def holder(scene: Scene, tmp_path: Path, listen: str = "127.0.0.1:0", **more: Any) -> Any:
@@ -161,13 +161,13 @@ def holder(scene: Scene, tmp_path: Path, listen: str = "127.0.0.1:0", **more: An
 def test_a_holder_of_parity_knows_whom_to_ask(scene: Scene, tmp_path: Path) -> None:
     own = "127.0.0.1:9"
     given = holder(scene, tmp_path, group=["h:1", "[::1]:2", own], advertise=own)
-    assert serving._parity(given) == {
-        "directory": str(tmp_path / "flowcheck-n.parity"), "others": [("h", 1), ("::1", 2)], "most": 5 << 20, "ca": "",
-        "placement": str(tmp_path / "flowcheck-n.copies" / "placement.json"),
-    }
     scene.begin(given)
     [found] = scene.pipes[-1].heard()
-    assert found["parity"]["others"] == [["h", 1], ["::1", 2]] and found["shown"] == node_key(PEER.encode()).hex()
+    assert found["parity"] == {
+        "directory": str(tmp_path / "flowcheck-n.parity"), "others": [["h", 1], ["::1", 2]], "most": 5 << 20, "ca": "",
+        "placement": str(tmp_path / "flowcheck-n.copies" / "placement.json"),
+    }
+    assert found["shown"] == node_key(PEER.encode()).hex()
 
 
 @pytest.mark.parametrize(("group", "keeps"), [
@@ -175,16 +175,18 @@ def test_a_holder_of_parity_knows_whom_to_ask(scene: Scene, tmp_path: Path) -> N
 ])
 def test_who_has_data_keeps_no_parity(scene: Scene, tmp_path: Path, group: list[str], keeps: bool) -> None:
     given = holder(scene, tmp_path, group=group, advertise="me:9")
-    assert (serving._parity(given) is not None) == keeps and bool(serving._shown(given)) == keeps
+    scene.begin(given)
+    [found] = scene.pipes[-1].heard()
+    assert (found["parity"] is not None) == keeps and bool(found["shown"]) == keeps
 
 
 def test_whom_a_placement_says_is_asked(scene: Scene, tmp_path: Path) -> None:
     tls = {"cert": "cert.pem", "key": "key.pem", "ca": "our.pem"}
-    given = holder(scene, tmp_path, registry=["http://e:1"], advertise="me:9").model_copy(
-        update={"tls": scene.config(tls=tls).tls})
-    found = serving._parity(given)
-    assert found is not None and found["others"] is None and found["ca"] == "our.pem"
-    assert serving._shown(given) == node_key(PEER.encode()).hex()
+    scene.begin(holder(scene, tmp_path, registry=["http://e:1"], advertise="me:9").model_copy(
+        update={"tls": scene.config(tls=tls).tls}))
+    [found] = scene.pipes[-1].heard()
+    assert found["parity"]["others"] is None and found["parity"]["ca"] == "our.pem"
+    assert found["shown"] == node_key(PEER.encode()).hex()
 
 
 def test_a_key_that_cannot_be_read_is_said_before_anything_listens(scene: Scene, tmp_path: Path) -> None:
@@ -201,7 +203,7 @@ def test_other_keys_are_told_and_kept(scene: Scene, tmp_path: Path) -> None:
     node = scene.begin(holder(scene, tmp_path, registry=["http://e:1"], advertise="me:9"))
     first, = scene.pipes[0].heard()
     (tmp_path / "peer").write_text("another token of nodes")
-    node.tell({"new": ["reader"]})
+    node.renew({"new": ["reader"]})
     said = {"keys": {"new": ["reader"]}, "shown": node_key(b"another token of nodes").hex()}
     assert scene.pipes[0].heard() == [said]
     scene.pipes[0].ends(1)
@@ -210,28 +212,14 @@ def test_other_keys_are_told_and_kept(scene: Scene, tmp_path: Path) -> None:
     assert scene.pipes[1].heard() == [first | said]
 
 
-def test_one_that_reads_no_more_is_no_error(scene: Scene) -> None:
-    node = scene.begin()
-    scene.pipes[0].breaks()
-    node.tell({"new": ["reader"]})
-    assert scene.said == []
-
-
 # -- when it has ended ---------------------------------------------------------------------------------------------
-
-
-def test_one_that_runs_is_left_alone(scene: Scene) -> None:
-    node = scene.begin()
-    scene.now += 10_000.0
-    node.look()
-    assert len(scene.commands) == 1 and scene.said == [] and scene.pipes[0].waits == []
 
 
 def test_one_that_ended_is_started_anew_but_not_at_once(scene: Scene) -> None:
     node = scene.begin()
     for number in range(2):
-        scene.pipes[number].ends(75)
         scene.now += AGAIN_SECONDS - 0.1
+        scene.pipes[number].ends(75)
         node.look()
         assert len(scene.commands) == number + 1
         scene.now += 0.1
@@ -242,63 +230,10 @@ def test_one_that_ended_is_started_anew_but_not_at_once(scene: Scene) -> None:
     assert scene.commands[0] == scene.commands[2], "over the same socket"
 
 
-def test_one_that_cannot_be_started_is_said_once_each_time(scene: Scene) -> None:
-    scene.fails = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    node = scene.begin()
-    why = "the process that answers api.listen cannot be started: {}; it is tried again and again"
-    for _ in range(3):
-        scene.now += AGAIN_SECONDS
-        node.look()
-    assert scene.said == [("problem", {"why": why.format("Too many open files"), "about": "api"})]
-    assert len(scene.commands) == 4
-    node.look()
-    assert len(scene.commands) == 4, "not again and again at once"
-    node.tell({"new": ["reader"]})
-    scene.fails = None
-    scene.now += AGAIN_SECONDS
-    node.look()
-    [found] = scene.pipes[0].heard()
-    assert found["keys"] == {"new": ["reader"]} and len(scene.said) == 1
-    scene.pipes[0].ends(1)
-    scene.fails = OSError("without words")
-    scene.now += AGAIN_SECONDS
-    node.look()
-    assert [fields["why"] for _, fields in scene.said[2:]] == [why.format("without words")]
-    node.close()
-
-
-# -- the end -------------------------------------------------------------------------------------------------------
-
-
 def test_it_ends_with_its_stdin(scene: Scene) -> None:
     node = scene.begin()
     scene.pipes[0].status = 0
     node.close()
-    assert scene.pipes[0].stdin.closed and scene.pipes[0].waits == [END_SECONDS] and not scene.pipes[0].killed
+    assert scene.pipes[0].stdin.closed and scene.pipes[0].waits == [] and not scene.pipes[0].killed
     assert node._socket.fileno() == -1
     node.close()
-
-
-@pytest.mark.parametrize("hangs", [False, True])
-def test_one_that_does_not_end_is_killed(scene: Scene, hangs: bool) -> None:
-    """And nobody waits for long for one that cannot be killed either."""
-    node = scene.begin()
-    scene.pipes[0].hangs = hangs
-    node.close()
-    assert scene.pipes[0].killed == 1 and scene.pipes[0].waits == [END_SECONDS, 1.0] and node._socket.fileno() == -1
-
-
-def test_one_that_reads_no_more_can_be_ended(scene: Scene) -> None:
-    node = scene.begin()
-    scene.pipes[0].breaks()
-    scene.pipes[0].stdin.write(b"x")  # which cannot be written any more
-    scene.pipes[0].status = 0
-    node.close()
-    assert scene.pipes[0].waits == [END_SECONDS]
-
-
-def test_what_it_is_given_is_json_and_a_line(scene: Scene) -> None:
-    scene.begin(scene.config(name="n"), {"ключ\n": ["reader"]})
-    data = os.read(scene.pipes[0]._read.fileno(), 1 << 20)
-    assert data.count(b"\n") == 1 and data.endswith(b"\n")
-    assert json.loads(data)["keys"] == {"ключ\n": ["reader"]}

@@ -213,7 +213,7 @@ def test_a_group_counts_over_starts_of_a_run_and_a_mismatch_ends_that(scene: Any
     at.session.replica, at.session.matches = FakeReplica(3), 5
     at.happens(PUBLISHED)
     assert at.said[-1][1]["matches"] == 5 and at.events("withheld") == []
-    at.group.members.clear()  # the job has died
+    at.intake.ranks.members.clear()  # the job has died
     again = small_job()
     again.epoch = 1
     at.follow(again, run=("synth-0", 1, 2))

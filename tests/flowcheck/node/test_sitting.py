@@ -14,11 +14,7 @@ from flowcheck.errors import UserError
 from flowcheck.node.protect import registry_loop as sitting
 
 from .conftest import LONGEST
-
-SAID = {"endpoints": ["http://127.0.0.1:1"], "cluster": "c", "ca": "", "cert": None, "user": "",
-        "replicas": 2, "grace": 0.2,
-        "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False, "standby": False,
-        "own": False, "replace": [], "replace_seconds": 1.0, "code": None}
+from .test_sitting_turns import sits
 
 
 class HandSeat:
@@ -67,7 +63,8 @@ def test_a_placement_that_cannot_be_followed_costs_no_lease(tmp_path: Path, monk
 
     seat.found = {"source": "10.0.0.2:0"}
     thread = threading.Thread(target=sitting.sit, args=(
-        SAID | {"directory": str(tmp_path)}, tmp_path / "placement.json", list, list, take, None, list,
+        sits(directory=str(tmp_path), kept=str(tmp_path / "placement.json"), standby=False), list, list, take, None,
+        list,
         lambda event, **fields: said.append((event, fields["why"])), ending))
     thread.start()
     try:

@@ -3,6 +3,7 @@ seat, a shelf and a clock that are the test's own."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, AskError, Offer
 from flowcheck.node.protect import registry_loop as sitting
+from flowcheck.node.protect.border import RegistrySettings
 from flowcheck.node.protect.placement import Decided, Member, Recovery, Shard
 from flowcheck.node.protect.registry_loop import TURN_SECONDS, Persistent
 
@@ -22,7 +24,13 @@ from ..hand_node import LONGEST, until
 SAID = {"endpoints": ["http://etcd:1"], "cluster": "c", "ca": "ca.pem", "cert": None, "user": "",
         "replicas": 3, "grace": 7.0,
         "address": "127.0.0.1:9", "site": {"name": "holder", "host": "h", "leaf": "l", "rack": "r"}, "follows": False,
-        "standby": True, "own": False, "replace": [], "replace_seconds": 60.0, "code": None, "directory": "/replicas"}
+        "standby": True, "own": False, "replace": [], "replace_seconds": 60.0, "code": None, "directory": "/replicas",
+        "password": "", "kept": "/placement.json"}
+
+
+def sits(**more: Any) -> RegistrySettings:
+    """What `sit` is given, as it comes over the process's stdin."""
+    return RegistrySettings.model_validate_json(json.dumps(SAID | more))
 
 
 def offer(shard: str, step: int, age: float | None, run_id: str = "run", epoch: int = 0) -> Offer:
@@ -47,7 +55,7 @@ class Sat:
         for name in ("Etcd", "Signed", "Operator", "Seat", "MemoryShelf"):
             monkeypatch.setattr(sitting, name, lambda *given, name=name, **named: self._make(name, given, named))
         monkeypatch.setattr(sitting, "time", SimpleNamespace(monotonic=lambda: self._at))
-        sitting.sit(SAID | said, Path("/placement.json"), lambda: ["held"], lambda: ["streams"], self._take,
+        sitting.sit(sits(**said), lambda: ["held"], lambda: ["streams"], self._take,
                     "node", lambda: [b"k"], lambda event, **fields: self.said.append((event, fields)), self)  # type: ignore[arg-type]
 
     def _make(self, name: str, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -78,7 +86,7 @@ class Sat:
 def test_what_a_seat_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     sat = Sat(monkeypatch)
     given, named = sat.made["Seat"]
-    assert sat.made["Etcd"] == ((["http://etcd:1"], "c", "ca.pem"), {"cert": None, "login": None})
+    assert sat.made["Etcd"] == ((("http://etcd:1",), "c", "ca.pem"), {"cert": None, "login": None})
     registry, cluster, keys, _ = sat.made["Signed"][0]
     assert (given[0].name, registry.name, cluster, keys()) == ("Signed", "Etcd", "c", [b"k"])
     assert given[1] == Member(Site("holder", "h", "l", "r"), "127.0.0.1:9", False, True, False)
@@ -89,7 +97,7 @@ def test_what_a_seat_is_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(sat.closed) == ["MemoryShelf", "Seat"]
     given[4]("placed", epoch=3)
     named["void"]._say("fallback", name="dp0")
-    assert sat.said == [("placed", {"name": "", "epoch": 3}), ("fallback", {"name": "dp0"})]
+    assert sat.said == [("placed", {"epoch": 3}), ("fallback", {"name": "dp0"})]
 
 
 def test_with_parity_and_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +106,9 @@ def test_with_parity_and_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given[1] == Member(Site("holder", "h", "l", "r"), "127.0.0.1:9", True, False, True)
     assert named["code"] == (2, 1) and named["operator"].name == "Operator"
     command, cluster, tell = sat.made["Operator"][0]
-    assert (command, cluster) == (["bring", "one"], "c")
+    assert (command, cluster) == (("bring", "one"), "c")
     tell("replacing", lost="a")
-    assert sat.said == [("replacing", {"name": "", "lost": "a"})]
+    assert sat.said == [("replacing", {"lost": "a"})]
 
 
 def test_what_is_handed_over_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +128,7 @@ def test_a_node_whose_own_versions_are_copied_takes_them_first(monkeypatch: pyte
 def test_what_cannot_be_followed_is_said_once_until_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
     bad, worse = AskError("is odd", where="ca.pem", remedy="another"), RuntimeError("of a library")
     sat = Sat(monkeypatch, [{}, {}, {}, worse, worse, {}, worse], [bad, bad, bad, None])
-    problem, other = [("problem", {"name": "", "why": f"placement is not followed: {why}"})
+    problem, other = [("problem", {"why": f"placement is not followed: {why}"})
                       for why in (bad.message(), "RuntimeError: of a library")]
     assert sat.said == [problem, other, other] and len(sat.turns) == 7
 

@@ -26,7 +26,7 @@ from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.store import shelf as module
 from flowcheck.node.store.shelf import StoreShelf
-from flowcheck.node.versions.holdings import Gone
+from flowcheck.node.versions.held import Gone
 from flowcheck.trainer.recover.recovery import recover
 
 from ..hand_api import TOKEN

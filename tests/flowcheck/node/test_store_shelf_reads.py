@@ -19,7 +19,7 @@ from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.node.store import shelf as module
 from flowcheck.node.store.shelf import StoreShelf
-from flowcheck.node.versions.holdings import Gone
+from flowcheck.node.versions.held import Gone
 
 OPTIMIZER_OF = {"name": "sgd", "groups": [{"params": ["w"], "options": {"lr": 1.0}}]}
 

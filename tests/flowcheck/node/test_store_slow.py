@@ -18,8 +18,9 @@ import torch
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.job.model import BucketSlice
 from flowcheck.node.config.node import NodeConfig
-from flowcheck.node.store import supervisor as module
-from flowcheck.node.store.supervisor import Storing
+from flowcheck.node.process import child
+from flowcheck.node.process.child import ChildProcess
+from flowcheck.node.store.supervisor import storing
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
@@ -47,15 +48,15 @@ class Scene:
             "store": {"url": str(self.store), "every": 2, "seconds": 2.0, "keep": 2},
         })
         self.said: list[tuple[str, dict[str, Any]]] = []
-        self.storing: Storing | None = None
+        self.storing: ChildProcess | None = None
         self.values: dict[int, torch.Tensor] = {0: torch.zeros(SIZE)}
 
     @property
     def lane(self) -> Path:
         return self.store / "n/dp0/run"
 
-    def start(self) -> Storing:
-        self.storing = Storing(self.config, lambda event, **fields: self.said.append((event, fields)))
+    def start(self) -> ChildProcess:
+        self.storing = storing(self.config, lambda event, **fields: self.said.append((event, fields)))
         return self.storing
 
     def advance(self, steps: int = 1) -> int:
@@ -118,7 +119,7 @@ def scene(
         for name, value in {"LD_PRELOAD": library, "SLOW_UNDER": one.store, "SLOW_MS": ms, "SLOW_HOLD": one.hold,
                             "SLOW_LIES": one.lies}.items():
             monkeypatch.setenv(name, str(value))
-        monkeypatch.setattr(module, "FIRST_PAUSE", 0.1)
+        monkeypatch.setattr(child, "FIRST_PAUSE", 0.1)
         one.start()
         return one
 
@@ -153,7 +154,7 @@ def test_the_server_is_away_in_the_middle_of_an_upload(scene: Callable[..., Scen
     first = at.next()
     at.until("stored")
     folder = next(at.lane.glob("epoch-0/step-*"))
-    process = at.storing._process
+    process = at.storing.process
     end = time.monotonic() + LONGEST
     due = 0.0
     while not [path for path in at.lane.glob(f"epoch-0/step-*/{file}") if path.parent != folder]:

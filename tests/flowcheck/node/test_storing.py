@@ -23,9 +23,11 @@ from flowcheck.checkpoint.users import load_user
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import child as beside
 from flowcheck.node.config.node import NodeConfig
-from flowcheck.node.store.supervisor import Storing, check_store
+from flowcheck.node.process import child
+from flowcheck.node.process.child import ChildProcess
+from flowcheck.node.store import supervisor
+from flowcheck.node.store.supervisor import check_store
 from flowcheck.node.versions.user_states import rank_file, user_folder
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -65,9 +67,10 @@ def advance(replica: Replica, steps: int = 1) -> None:
 
 
 @contextlib.contextmanager
-def running(config: NodeConfig) -> Iterator[tuple[Storing, Said]]:
+def running(config: NodeConfig) -> Iterator[tuple[ChildProcess, Said]]:
     said: Said = []
-    with contextlib.closing(Storing(config, lambda event, **fields: said.append((event, fields)))) as storing:
+    begun = supervisor.storing(config, lambda event, **fields: said.append((event, fields)))
+    with contextlib.closing(begun) as storing:
         yield storing, said
 
 
@@ -96,12 +99,12 @@ def test_versions_come_into_a_directory(
 def test_a_process_that_died_is_started_anew_and_writes_nothing_twice(
     config: Callable[..., NodeConfig], replica: Replica, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(beside, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(child, "FIRST_PAUSE", 0.1)
     with running(config()) as (storing, said):
         advance(replica, 2)
         until_said(storing, said, "stored")
-        assert storing._process is not None
-        os.kill(storing._process.pid, signal.SIGKILL)
+        assert storing.process is not None
+        os.kill(storing.process.pid, signal.SIGKILL)
         assert "status -9; it is started anew in 0.1 s" in until_said(storing, said, "problem")["why"]
         advance(replica, 2)
         assert until_said(storing, said, "stored", 2)["step"] == 4
@@ -112,7 +115,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
     config: Callable[..., NodeConfig], replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the beginning, and when it has ended: the node goes on, and says it once each time."""
-    monkeypatch.setattr(beside, "FIRST_PAUSE", 0.05)
+    monkeypatch.setattr(child, "FIRST_PAUSE", 0.05)
     begin, full = subprocess.Popen, [True]
 
     def popen(*given: Any, **more: Any) -> Any:
@@ -120,7 +123,7 @@ def test_a_process_that_cannot_be_started_is_tried_again(
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return begin(*given, **more)
 
-    monkeypatch.setattr(beside.subprocess, "Popen", popen)
+    monkeypatch.setattr(child.subprocess, "Popen", popen)
     why = ("the process that writes to the store cannot be started: Resource temporarily unavailable; it is tried again"
            " and again")
     with pytest.raises(EnvironmentProblem, match="cannot be started: Resource temporarily unavailable"):
@@ -129,13 +132,12 @@ def test_a_process_that_cannot_be_started_is_tried_again(
         for _ in range(20):
             storing.look()
             time.sleep(0.02)
-        assert said == [("problem", {"why": why, "about": "persisting"})] and storing._process is None
-        storing.order({"cores": []})
+        assert said == [("problem", {"why": why, "about": "persisting"})] and storing.process is None
         full[0] = False
-        while storing._process is None:
+        while storing.process is None:
             storing.look()
         full[0] = True
-        storing._process.kill()
+        storing.process.kill()
         while [fields["why"] for _, fields in said].count(why) < 2:
             storing.look()
             time.sleep(0.02)
@@ -152,7 +154,7 @@ def test_a_place_that_refuses_is_said_and_tried_again(
         assert (told["name"], told["step"], told["again"]) == ("dp0", 2, 5.0) and "cannot be written" in told["why"]
         advance(replica, 2)  # the replica goes on, and so does the process
         assert "the store failed a moment ago" in until_said(storing, said, "skipped")["why"]
-        assert storing._process is not None and storing._process.poll() is None
+        assert storing.process is not None and storing.process.poll() is None
 
 
 @pytest.mark.slow
@@ -185,7 +187,7 @@ def test_an_s3_server_that_stops_for_a_while(
     """The whole of it against a real server: objects, retention; nothing moves any more, versions go on, the process is
     ended and started anew, and goes on where the server does."""
     pytest.importorskip("obstore")
-    monkeypatch.setattr(beside, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(child, "FIRST_PAUSE", 0.1)
     with s3_server(tmp_path / "s3") as port, contextlib.closing(Cable(("127.0.0.1", port))) as cable:
         settings = config(url="s3://bucket/ckpt", options=s3_options(cable.port), keep=1, seconds=2.0)
         check_store(settings)
@@ -207,7 +209,7 @@ def test_an_s3_server_that_stops_for_a_while(
             assert torch.equal(load_step(local).parameters["w"], replica.current.parameters["w"])
 
             cable.hold()
-            process = storing._process
+            process = storing.process
             advance(replica, 2)
             while not any(event == "problem" for event, _ in said):
                 advance(replica)  # versions go on, whatever the store does

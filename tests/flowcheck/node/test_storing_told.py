@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import child as beside
-from flowcheck.node.child import FIRST_PAUSE
 from flowcheck.node.config.node import NodeConfig
-from flowcheck.node.store import supervisor as storing
-from flowcheck.node.store.supervisor import MODULE, START_SECONDS, Storing, check_store
+from flowcheck.node.process import child
+from flowcheck.node.process.child import ChildProcess
+from flowcheck.node.store import supervisor
+from flowcheck.node.store.border import PROGRAM, StoreSettings
+from flowcheck.node.store.supervisor import START_SECONDS, check_store, storing
 
 from .pipes import Pipes
 
@@ -42,18 +43,18 @@ class Scene:
         self.said: list[Any] = []
         self.config = config(tmp_path)
 
-    def start(self, module: str, settings: Any) -> Pipes:
+    def start(self, module: str, settings: StoreSettings, files: Any) -> Pipes:
         self.given.append((module, settings))
         return self.pipes
 
-    def begin(self) -> Storing:
-        return Storing(self.config, lambda event, **fields: self.said.append((event, fields)))
+    def begin(self) -> ChildProcess:
+        return storing(self.config, lambda event, **fields: self.said.append((event, fields)))
 
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made = Scene(tmp_path)
-    monkeypatch.setattr(beside, "start", made.start)
+    monkeypatch.setattr(child, "start", made.start)
     with contextlib.closing(made.pipes):
         yield made
 
@@ -62,7 +63,8 @@ def test_what_it_is_given(scene: Scene, tmp_path: Path) -> None:
     scene.begin()
     [(module, settings)] = scene.given
     usable = sorted(os.sched_getaffinity(0))
-    assert module == MODULE == "flowcheck.node.store.worker" and json.loads(json.dumps(settings)) == settings
+    assert module == PROGRAM.module == "flowcheck.node.store.worker"
+    settings = json.loads(settings.encoded())
     assert settings.pop("store") == scene.config.store.model_dump()  # type: ignore[union-attr]
     assert settings == {"node": "n", "replicas": str(tmp_path), "probe": False,
                         "cores": usable[1:] if len(usable) > 1 else usable, "token_file": "t", "readable_by": "owner"}
@@ -79,6 +81,7 @@ def test_a_url_that_is_none_is_refused_before_it_is_started(scene: Scene, tmp_pa
 @pytest.mark.parametrize(("event", "fields"), [
     ("stored", STORED), ("unstored", {"name": "dp0", "step": 2, "why": "full", "again": 5.0}),
     ("expired", {"name": "dp0", "versions": 3, "path": "n/dp0"}),
+    ("marked", {"name": "dp0", "steps": 2, "newest": 4, "path": "n/dp0"}),
     ("skipped", {"name": "dp0", "step": 2, "why": "slow"}), ("problem", {"name": "dp0", "why": "older versions stay"}),
 ])
 def test_what_it_says_is_said(scene: Scene, event: str, fields: dict[str, Any]) -> None:
@@ -87,22 +90,6 @@ def test_what_it_says_is_said(scene: Scene, event: str, fields: dict[str, Any]) 
     scene.pipes.says("another", name="x")
     at.look()
     assert scene.said == [(event, fields)]
-
-
-@pytest.mark.parametrize(("event", "fields", "well"), [
-    ("stored", STORED, True), ("unstored", {"name": "", "step": None, "why": "full", "again": None}, False),
-])
-def test_one_that_does_its_work_is_started_anew_soon(
-    scene: Scene, event: str, fields: dict[str, Any], well: bool
-) -> None:
-    at = scene.begin()
-    at._pause = 160.0
-    scene.pipes.says(event, **fields)
-    scene.pipes.ends(75)
-    at.look()
-    assert scene.said[-1][1]["why"] == (
-        f"the process that writes to the store ended with status 75; it is started anew in"
-        f" {FIRST_PAUSE if well else 160:g} s")
 
 
 # -- the check -----------------------------------------------------------------------------------------------------
@@ -129,11 +116,11 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Proc
     def made(out: bytes, status: int | None) -> Process:
         process = Process(out, status)
 
-        def start(module: str, settings: Any, blocking: bool = False) -> Process:
-            assert module == MODULE and settings["probe"] is True and blocking is True
+        def start(module: str, settings: StoreSettings, blocking: bool = False) -> Process:
+            assert module == PROGRAM.module and settings.probe is True and blocking is True
             return process
 
-        monkeypatch.setattr(storing, "start", start)
+        monkeypatch.setattr(supervisor, "start", start)
         try:
             check_store(config(tmp_path, seconds=9.0))
         finally:
@@ -149,8 +136,8 @@ def test_a_place_of_use_is_no_error(check: Callable[..., Process]) -> None:
 
 @pytest.mark.parametrize(("out", "status", "why"), [
     (b"", 75, "no answer within 9 s"), (b"", 1, "no answer within 9 s"), (b"", None, "no answer within 9 s"),
-    (b'x\n{"event": "unstored", "name": "", "why": "denied"}\nTraceback\n', 75, "denied"),
-    (b'{"event": "unstored", "name": "", "why": "denied"}\n', 0, "denied"),
+    (b'x\n{"event": "unstored", "name": "", "step": null, "why": "denied", "again": null}\nTraceback\n', 75, "denied"),
+    (b'{"event": "unstored", "name": "", "step": null, "why": "denied", "again": null}\n', 0, "denied"),
 ])
 def test_a_place_of_no_use_is_one(check: Callable[..., Process], out: bytes, status: int | None, why: str) -> None:
     with pytest.raises(EnvironmentProblem) as refused:
@@ -170,7 +157,7 @@ def test_a_machine_that_starts_nothing_is_an_error(tmp_path: Path, monkeypatch: 
     def start(*_: Any, **__: Any) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(storing, "start", start)
+    monkeypatch.setattr(supervisor, "start", start)
     with pytest.raises(EnvironmentProblem) as refused:
         check_store(config(tmp_path))
     assert refused.value.what.endswith("cannot be started: Resource temporarily unavailable")

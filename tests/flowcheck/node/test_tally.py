@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from flowcheck.node.status import counters as module
-from flowcheck.node.status.counters import BUCKETS, EVENTS, MOST_GROUPS, ROWS, Tally
+from flowcheck.node.status.counters import EVENTS, MOST_GROUPS, Tally
 from flowcheck.node.status.event_log import Events
+from flowcheck.node.status.group_tally import BUCKETS, CONDITIONS, MOST_TEXT, ROWS, STAGES
 
 from .told_scene import START, Clock, attached, iteration, tally, times
 
@@ -146,7 +147,7 @@ def test_stages_are_what_each_took_after_the_one_before() -> None:
 
 def test_what_has_not_happened_is_not_counted() -> None:
     made = group(tally(times(3, record=None, applied=None, published=None, slack=None)))
-    assert [stage(made, name)[0] for name in module.STAGES] == [1, 1, 0, 0, 0]
+    assert [stage(made, name)[0] for name in STAGES] == [1, 1, 0, 0, 0]
     assert made["slack"] is None and made["late"] == 0
 
 
@@ -226,9 +227,9 @@ def test_a_job_that_lacks_ranks_is_seen() -> None:
     assert (group(made)["ranks"], group(made)["ended"], group(made)["status"]) == (8, False, "waiting")
 
 
-@pytest.mark.parametrize("condition", list(module.CONDITIONS))
+@pytest.mark.parametrize("condition", list(CONDITIONS))
 def test_a_new_job_has_none_of_them(condition: str) -> None:
-    begins = sorted(module.CONDITIONS[condition][0])[0]
+    begins = sorted(CONDITIONS[condition][0])[0]
     for ends in (attached(), ("end", {"name": "dp0", "run_id": "r", "serves": 3})):
         assert group(tally((begins, {"name": "dp0", "elements": 9}), ends))["since"] == {}
 
@@ -306,7 +307,7 @@ def test_strangers_push_nothing_out_of_the_list() -> None:
 def test_events_and_their_text_are_bounded() -> None:
     made = tally(*(("problem", {"why": f"{number} " + "x" * 10_000}) for number in range(EVENTS + 9)))
     told = made.document()["events"]
-    assert len(told) == EVENTS and told[0]["text"].startswith("9 ") and len(told[0]["text"]) == module.MOST_TEXT
+    assert len(told) == EVENTS and told[0]["text"].startswith("9 ") and len(told[0]["text"]) == MOST_TEXT
     assert len(made.document(events=3)["events"]) == 3 and made.document(events=0)["events"] == []
 
 

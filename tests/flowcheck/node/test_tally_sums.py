@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node.status import counters as module
-from flowcheck.node.status.counters import BUCKETS, MOST_TEXT, STAGES, Tally
+from flowcheck.node.status.counters import Tally
+from flowcheck.node.status.group_tally import BUCKETS, MOST_TEXT, STAGES
 
 from .told_scene import START, Clock, attached, iteration, tally, times
 
@@ -115,6 +115,6 @@ def test_the_last_rows_and_events_are_those_of_the_document(monkeypatch: pytest.
     told = made.document(rows=2, events=3)
     assert [row["iteration"] for row in told["groups"][0]["rows"]] == [3, 4]
     assert [one["text"] for one in told["events"]] == ["2", "3", "4"]
-    monkeypatch.setattr(module, "ROWS", 3)
+    monkeypatch.setattr("flowcheck.node.status.group_tally.ROWS", 3)
     made.hear(*iteration(9))
     assert [row["iteration"] for row in made.document()["groups"][0]["rows"]] == [3, 4, 9]

@@ -99,7 +99,7 @@ def test_trainers_hear_the_epoch_that_a_node_gives_them(scene: Any, tmp_path: Pa
     assert at.session.plan.job.epoch == 1 and numbered(peer) == [1]
     late = at.join(1, instance=str(start(2, 4)))
     assert numbered(late) == [1]
-    at.group.leave(peer.member)
+    at.intake.ranks.leave(peer.member)
     old = at.join(0, run=("synth-0", 0, 2), instance="an older release")
     at.turn()
     at.give(old, Manifest(small_job().to_dict(), 6))
@@ -121,8 +121,8 @@ def test_all_groups_of_a_start_have_one_epoch(tmp_path: Path) -> None:
     """Group b's file shows that the step is here; group a has none, and has the same common."""
     _file(tmp_path, "flowcheck-node-b-4.replica", 7, 0, start(1), "synth-0")
     with scenes(tmp_path) as make:
-        a, b = make(name="a"), make(name="b")
-        b.group._common = a.common
+        a = make(name="a")
+        b = make(name="b", common=a.common)
         for at in (a, b):
             follow(at, start(2, 4), 6)
             (tmp_path / "flowcheck-node-b-4.replica").unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.control.protocol import Refused
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.node.budget import MachineFacts, budget
+from flowcheck.node.check.budget import MachineFacts, budget
 from flowcheck.node.config.capture import Capture, Follow
 from flowcheck.node.config.control import Control
 from flowcheck.node.config.load import load
@@ -30,7 +30,7 @@ from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.config.store import Output
 from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.session import LiveSession
-from flowcheck.node.groups.unattended import SILENT_SECONDS, UNCONFIRMED, Unattended, unattended_jobs
+from flowcheck.node.groups.unattended import SILENT_SECONDS, UNCONFIRMED, unattended, unattended_jobs
 from flowcheck.node.versions.holdings import DiskShelf
 from lab.synth import example_job, generate, sharded_job
 
@@ -114,7 +114,8 @@ def test_parameters_equal_the_truth_live(start_node, attach, lan, tmp_path: Path
 class Scene:
     """A follower whose turns the test takes. said: its events. All of an iteration's parameters are its number."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, job: Job | None = None, every: int = 1) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, job: Job | None = None, every: int = 1,
+                 hashes: Any = None, began: bool = True) -> None:
         self.config, self.folder, self.now = settings_of(folder, job or small_job(), every), folder, 1000.0
         ((settings, plan),) = unattended_jobs(self.config)
         self.plan, self.engines = plan, list[FakeEngine]()
@@ -122,11 +123,11 @@ class Scene:
         patch.setattr(flowcheck.rebuild.version.follower, "Engine", self._engine)
         patch.setattr(LiveSession, "place_in_threads", lambda session, placers: None)  # no threads: `turn` places
         self.said: list[tuple[str, dict[str, Any]]] = []
-        self.one = Unattended(
-            settings, plan, self.config, [self.source], None, FakePort(),  # type: ignore[arg-type]
-            lambda event, **fields: self.said.append((event, fields)), None, lambda: self.now,
-        )
-        self.one._begin()
+        self.port = FakePort([self.source])
+        self.one = unattended(settings, plan, self.config, self.port,
+                              lambda event, **fields: self.said.append((event, fields)), hashes, lambda: self.now)
+        if began:
+            assert self.one.tick()
 
     def _engine(self, config: Any) -> FakeEngine:
         self.engines.append(FakeEngine(config, [self.source]))
@@ -138,7 +139,7 @@ class Scene:
 
     def turns(self) -> None:
         turns = 0
-        while self.one._turn():
+        while self.one.tick():
             turns += 1
             assert turns < 10_000, "there is always something to do"
 
@@ -157,7 +158,7 @@ class Scene:
 
     def written(self) -> dict[str, set[float]]:
         """Values of what is on disk, once the writer has ended."""
-        self.one.close()
+        self.one.stop()
         found = sorted((self.folder / "out" / "fsdp" / "synth-0" / "epoch-0").glob("*"))
         return {path.name: {value for tensor in load_parameters(path).parameters.values() for value in tensor.tolist()}
                 for path in found}
@@ -186,13 +187,13 @@ def scene(monkeypatch, tmp_path: Path) -> Iterator[Callable[..., Scene]]:
 
     yield begin
     for one in made:
-        one.one.close()
-        one.one._drop()
+        one.one.stop()
+        one.one.drop()
 
 
 def until_written(at: Scene, *steps: int) -> None:
     """Wait for the writer, which skips what comes while it is at work."""
-    for lane in at.one._writer._lanes.values():
+    for lane in at.one._publisher._writer._lanes.values():
         if lane.thread is not None:
             lane.thread.join(LONGEST)
     assert [one["step"] for one in at.events("gathered")] == list(steps)
@@ -295,7 +296,7 @@ def test_a_mirror_that_has_moved_is_joined_where_it_is_now(scene) -> None:
     at = scene()
     at.traffic(*whole(2, 3))
     until_written(at, 3)
-    at.one._take([Moved("nothing has come from queue 1")])
+    at.one.take([Moved("nothing has come from queue 1")])
     at.turns()
     assert [event for event, _ in at.said].count("attached") == 2 == len(at.engines)
     (moved,) = at.events("moved")
@@ -307,12 +308,11 @@ def test_a_mirror_that_has_moved_is_joined_where_it_is_now(scene) -> None:
 
 def test_what_is_followed_at_the_end_is_judged(scene) -> None:
     """The thread's own way: until it is closed."""
-    at = scene()
-    at.one._drop()
+    at = scene(began=False)
     at.source.packets += whole(2, 3)
     at.one.start()
     until(lambda: len(at.ended) == 2)
-    at.one.close()
+    at.one.stop()
     assert at.one.failure is None and [iteration for iteration, _, _ in at.ended] == [2, 3]
 
 

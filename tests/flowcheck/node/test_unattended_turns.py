@@ -13,7 +13,7 @@ import torch
 from flowcheck.checkpoint.directory import load_parameters
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.config.capture import Capture
-from flowcheck.node.groups import unattended
+from flowcheck.node.groups import group
 from flowcheck.node.groups.move_detector import Moved
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.groups.unattended import LOOK_SECONDS, SILENT_SECONDS, UNCONFIRMED, _Set, unattended_jobs
@@ -36,8 +36,8 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
 
     yield begin
     for one in made:
-        one.one.close()
-        one.one._drop()
+        one.one.stop()
+        one.one.drop()
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -68,26 +68,24 @@ def test_what_is_said_when_a_job_is_joined(scene: Callable[..., Scene]) -> None:
     assert at.said == [("attached", {
         "name": "fsdp", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": len(at.plan.job.flows),
         "resync": "none: parameters alone, by AllGather", "manifest": str(at.folder / "job.json")})]
-    session = at.one._session
+    session = at.one.session
     assert session is not None and not session.policy.trainers and session.policy.record_seconds == 0.0
     assert session._slots == at.config.replica.slots and session._threads == 0
-    assert session.clock is at.one._clock, "its iterations have the trainer's numbers"
+    assert session.clock.number(0) == at.config.follow[0].iteration, "its iterations have the trainer's numbers"
 
 
 def test_its_packets_are_placed_by_the_nodes_own_threads(
     scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at, given = scene(), list[object]()
-    at.one._drop()
-    at.one._placers = placers = object()  # type: ignore[assignment]
     monkeypatch.setattr(LiveSession, "place_in_threads", lambda session, placers: given.append(placers))
-    at.one._begin()
-    assert given == [placers]
+    at.one.place()
+    assert given == [at.port.placers]
 
 
 def test_what_happens_to_a_job_is_said_in_its_name(scene: Callable[..., Scene]) -> None:
     at = scene()
-    at.one._take([GivenUp(4, (7, 8), True), Event()])
+    at.one.take([GivenUp(4, (7, 8), True), Event()])
     event, fields = at.said[-1]
     assert (event, fields["name"], fields["iteration"]) == ("overload", "fsdp", 4) and len(at.said) == 2
 
@@ -102,9 +100,9 @@ def test_a_witness_refutes_in_words_and_nothing_is_looked_at_any_more(scene: Cal
     assert rest.endswith("; nothing of it is offered, and it is not followed any more. Correct the manifest, and start"
                          " the node again") and rest.count("; ") == 1
     (line,) = at.events("iteration")
-    assert not line["published"] and at.one._session is None and at.one._turn() is False
+    assert not line["published"] and at.one.session is None and at.one.tick() is False
     at.now += 10 * SILENT_SECONDS
-    assert at.one._turn() is False and at.events("silent") == []
+    assert at.one.tick() is False and at.events("silent") == []
 
 
 @pytest.mark.parametrize("later", [1, 2])
@@ -125,10 +123,9 @@ def test_a_mirror_that_moves_again_and_again_is_joined_less_and_less_often(scene
     def moves() -> bool:
         """Does it join anew?"""
         before = len(at.engines)
-        at.one._take([Moved("nothing has come from queue 1")])
-        found = at.one._turn()
-        assert found is (len(at.engines) > before)
-        return found
+        at.one.take([Moved("nothing has come from queue 1")])
+        at.one.tick()
+        return len(at.engines) > before
 
     assert moves() and moves() and not moves(), "the third time is put off"
     assert at.events("moved")[0] == {"name": "fsdp", "why": "nothing has come from queue 1: was the mirror configured"
@@ -174,7 +171,7 @@ def test_a_job_is_silent_after_a_minute_and_heard_with_the_next_packet(scene: Ca
 
 def test_a_port_without_a_name(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
     at = scene()
-    monkeypatch.setattr(at.one._port, "name", "")
+    monkeypatch.setattr(at.port, "name", "")
     at.turns()
     at.now += SILENT_SECONDS
     at.turns()
@@ -186,10 +183,9 @@ def test_a_port_without_a_name(scene: Callable[..., Scene], monkeypatch: pytest.
 
 def test_what_is_said_of_an_iteration(scene: Callable[..., Scene]) -> None:
     at = scene()
-    port: Any = at.one._port
-    port.dropped = {"ring_full": 3}
+    at.port.dropped = {"ring_full": 3}
     at.traffic(*whole(2))
-    port.dropped = {"ring_full": 5, "no_mbuf": 1}
+    at.port.dropped = {"ring_full": 5, "no_mbuf": 1}
     at.traffic(*whole(3, 4))
     first, second, third = at.events("iteration")
     assert [one["dropped"] for one in (first, second, third)] == [{"ring_full": 3}, {"ring_full": 2, "no_mbuf": 1}, {}]
@@ -215,7 +211,7 @@ def test_after_a_hole_all_reasons_are_said_and_what_was_offered_stands(scene: Ca
 def test_an_iteration_alone_confirms_nothing_however_often_it_is_joined(scene: Callable[..., Scene]) -> None:
     at = scene()
     at.traffic(*whole(2))
-    at.one._moved = "x"
+    at.one.take([Moved("x")])
     at.turns()
     at.traffic(*whole(7))
     assert [published for _, published, _ in at.ended] == [False, False]
@@ -226,8 +222,8 @@ def test_an_iteration_alone_confirms_nothing_however_often_it_is_joined(scene: C
 def test_hashes_are_of_each_step_and_checkpoints_of_those_that_are_due(
     scene: Callable[..., Scene], tmp_path: Path
 ) -> None:
-    at = scene(every=2)
-    at.one._hashes = hashes = Hashes(tmp_path / "hashes.jsonl")
+    hashes = Hashes(tmp_path / "hashes.jsonl")
+    at = scene(every=2, hashes=hashes)
     at.traffic(*whole(2, 3, 4, 5))
     hashes.close()
     lines = [json.loads(line) for line in (tmp_path / "hashes.jsonl").read_text().splitlines()]
@@ -241,8 +237,7 @@ def test_hashes_that_cannot_be_written_end_nothing(scene: Callable[..., Scene]) 
         def add(self, *_: object) -> None:
             raise EnvironmentProblem("cannot be written: No space left on device", where="h", remedy="free space")
 
-    at = scene()
-    at.one._hashes = Full()  # type: ignore[assignment]
+    at = scene(hashes=Full())
     at.traffic(*whole(2, 3))
     assert at.events("problem") == [{"name": "fsdp", "why": (
         "h: cannot be written: No space left on device\n  remedy: free space")}]
@@ -254,7 +249,7 @@ def test_what_is_written_says_on_what_it_rests(scene: Callable[..., Scene]) -> N
     job.unproven = ["the order of its groups"]
     at = scene(job)
     at.traffic(*whole(2, 3))
-    at.one.close()
+    at.one.stop()
     (path,) = (at.folder / "out" / "fsdp" / "synth-0" / "epoch-0").iterdir()
     manifest = load_parameters(path).manifest
     assert (manifest["status"], manifest["step"]) == ("unverified", 3)
@@ -266,9 +261,11 @@ def test_what_is_written_says_on_what_it_rests(scene: Callable[..., Scene]) -> N
 
 def test_a_writer_that_has_a_problem_says_so(scene: Callable[..., Scene]) -> None:
     at = scene()
-    at.one._say_written("problem", name="fsdp", why="no room")
-    at.one._say_written("written", name="fsdp", step=4)
-    assert at.said[-2:] == [("problem", {"name": "fsdp", "why": "no room"}), ("gathered", {"name": "fsdp", "step": 4})]
+    (at.folder / "out").write_text("in its place")
+    at.traffic(*whole(2, 3))
+    at.one.stop()
+    (problem,) = at.events("problem")
+    assert problem["name"] == "fsdp" and str(at.folder / "out") in problem["why"] and at.events("gathered") == []
 
 
 def test_gathered_parameters_are_a_version_of_their_own(tmp_path: Path) -> None:
@@ -284,14 +281,13 @@ def test_gathered_parameters_are_a_version_of_their_own(tmp_path: Path) -> None:
 
 def test_what_waits_when_the_node_ends_is_judged(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
     at = scene()
-    at.one._drop()
 
-    def turn() -> bool:
+    def tick() -> bool:
         at.one._stop.set()
         at.source.packets += whole(2, 3)
         return True
 
-    monkeypatch.setattr(at.one, "_turn", turn)
+    monkeypatch.setattr(at.one, "tick", tick)
     at.one.start()
     at.one._thread.join()
     assert at.one.failure is None and [iteration for iteration, _, _ in at.ended] == [2, 3]
@@ -302,35 +298,33 @@ def test_what_waits_when_the_node_ends_is_judged(scene: Callable[..., Scene], mo
 
 def test_a_fault_ends_the_thread_and_is_kept(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
     at = scene()
-    at.one._drop()
     fault = RuntimeError("a bug")
 
-    def turn() -> bool:
+    def tick() -> bool:
         raise fault
 
-    monkeypatch.setattr(at.one, "_turn", turn)
+    monkeypatch.setattr(at.one, "tick", tick)
     at.one.start()
     at.one._thread.join(LONGEST)
-    assert at.one.failure is fault and at.one._session is None
-    at.one.close()
-    at.one.close()
+    assert at.one.failure is fault and at.one.session is None
+    at.one.stop()
+    at.one.stop()
 
 
 def test_it_waits_where_there_is_nothing_to_do_and_not_where_there_is(
     scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = scene()
-    at.one._drop()
     found, waits = [True, True, False, True], list[float]()
 
-    def turn() -> bool:
+    def tick() -> bool:
         if not found or len(waits) > 9:
             at.one._stop.set()
             return True
         return found.pop()
 
-    monkeypatch.setattr(at.one, "_turn", turn)
-    monkeypatch.setattr(unattended.time, "sleep", waits.append)
+    monkeypatch.setattr(at.one, "tick", tick)
+    monkeypatch.setattr(group.time, "sleep", waits.append)
     at.one.start()
     at.one._thread.join()
-    assert waits == [unattended.IDLE_SECONDS] and at.one.failure is None
+    assert waits == [group.IDLE_SECONDS] and at.one.failure is None

@@ -1,0 +1,64 @@
+"""What the process that answers the API is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flowcheck.node.doors.http_door import Limits
+from flowcheck.node.process.child import Program
+from flowcheck.node.process.lines import Line, Order, Settings
+
+__all__ = ["PROGRAM", "ApiSettings", "OtherKeys", "Parity", "StorePlace"]
+
+Keys = dict[str, tuple[str, ...]]
+
+
+class Parity(Line):
+    """directory: where it lies. others: who has the other streams; None: those that the file `placement` names. most:
+    bytes. ca: of nodes' certificates, "": none."""
+
+    directory: Path
+    others: tuple[tuple[str, int], ...] | None
+    most: int
+    ca: str
+    placement: Path
+
+
+class StorePlace(Line):
+    url: str
+    options: dict[str, Any]
+
+
+class ApiSettings(Settings):
+    """keys: by key, the roles that show it. tls: certificate and its key. node: its name. replicas, checkpoints,
+    copies: where versions lie; copies None: there are none. reserved: slots that others read. follows: jobs. shadow:
+    checksums that must have matched. shown: the key that it proves to others. names: that others may call it. limits:
+    of connections. socket, board: descriptors; board -1: there is none."""
+
+    keys: Keys
+    tls: tuple[Path, Path] | None
+    node: str
+    replicas: Path
+    checkpoints: Path
+    reserved: int
+    follows: bool
+    shadow: int
+    copies: Path | None
+    store: StorePlace | None
+    parity: Parity | None
+    shown: str
+    names: tuple[str, ...]
+    limits: Limits
+    socket: int
+    board: int
+
+
+class OtherKeys(Order):
+    """The certificate is read again, too."""
+
+    keys: Keys
+    shown: str
+
+
+PROGRAM = Program("flowcheck.node.api.worker", "api", "answers api.listen", {}, needed=True)

@@ -1,0 +1,1 @@
+"""What a node would take, said before it is started."""

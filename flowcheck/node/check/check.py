@@ -1,0 +1,119 @@
+"""What a node would take, before it is started: --check.
+
+    check_files(config, say)          who may come in, and whether what it writes can be written; also at a start
+    check(config, as_json)            all of it, printed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+import typer
+from rich.console import Console
+
+from dataplane.live import check_cores
+from flowcheck.checkpoint.objects import check_url
+from flowcheck.control.tls import client_context
+from flowcheck.errors import EnvironmentProblem, FlowcheckError
+from flowcheck.node.check.budget import EXAMPLE_MBPS, Budget, ask, budget
+from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.groups.unattended import unattended_jobs
+from flowcheck.node.listening import check_address
+from flowcheck.node.ports.captures import naming, plan_captures
+from flowcheck.node.protect.supervisor import check_copies
+from flowcheck.node.store.supervisor import check_store
+from flowcheck.node.tokens import Access
+from flowcheck.node.versions.output import check_places
+from flowcheck.tables import Column, print_table, screen
+
+__all__ = ["check", "check_files", "show"]
+
+
+def check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
+    """Who may come in. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
+    access = Access(config, say)
+    if config.tls is not None:
+        client_context(config.tls.ca)
+    if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
+        raise EnvironmentProblem(
+            "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
+            remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
+        )
+    check_places(config.output)
+    if config.store is not None:
+        check_url(config.store.url)
+    if config.protect is not None:
+        check_copies(config)
+    return access
+
+
+def check(config: NodeConfig, as_json: bool) -> None:
+    """Print what the node would take. Raises the first of what cannot hold, after all of it was printed."""
+    check_files(config, lambda *_, **__: None)
+    check_address(config.control.address, "control.listen")
+    if config.api is not None:
+        check_address(config.api.address, "api.listen")
+    planned = plan_captures(config)
+    unattended_jobs(config)
+    made = budget(config, planned, ask(config, planned))
+    if as_json:
+        typer.echo(json.dumps(asdict(made) | {"problems": [str(problem) for problem in made.problems]}))
+    else:
+        show(made, screen())
+    problems = list(made.problems)
+    if config.store is not None:
+        try:
+            check_store(config)
+        except FlowcheckError as error:
+            problems.append(error)
+    if not problems:
+        for one in planned:
+            with naming(one):
+                check_cores((*one.live.cores, *one.settings.place_cores))
+    for problem in problems[1:]:
+        print(f"flowcheck-node: error: {problem.message()}", file=sys.stderr)
+    if problems:
+        raise problems[0]
+
+
+def show(made: Budget, console: Console) -> None:
+    mb = [Column("device", folds=True), Column("NUMA node", number=True), Column("dump"), Column("queues", number=True),
+          Column("packets per ring", number=True), Column("buffers MB", number=True), Column("rings MB", number=True),
+          Column("in the kernel MB", number=True)]
+    rows = [
+        [one.device, str(one.node) if one.node >= 0 else "-", one.dump, str(one.queues), f"{one.ring_packets:,}",
+         _mb(one.buffers), _mb(one.rings), _mb(one.kernel)] for one in made.captures
+    ]
+    print_table(console, mb, rows, "Captures")
+    rows = [
+        [one.device, f"{one.mbps / 1000:g}" if one.mbps > 0 else f"unknown; as an example {EXAMPLE_MBPS // 1000}",
+         f"{one.pause_ms:.1f}", ", ".join(one.engines) or "-"] for one in made.captures
+    ]
+    pause = [Column("device", folds=True), Column("link Gb/s", number=True, folds=True),
+             Column("longest pause ms", number=True), Column("DMA engines", folds=True)]
+    print_table(console, pause, rows, "A ring bears, if full packets of the whole link come to one queue")
+    kind = "huge pages" if made.huge else "ordinary memory"
+    print_table(console, [Column("memory"), Column("MB", number=True)], [
+        [f"captures, in {kind}", _mb(made.dpdk)], ["captures, in the kernel", _mb(made.kernel)],
+        ["replicas and gradients of all groups, at most", _mb(made.replicas)],
+        *([["answers of peers and to them, at most", _mb(made.peers)]] if made.peers else []),
+        ["trainers' messages to all groups, at most", _mb(made.inboxes)],
+        ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
+    ])
+    threads = [Column("threads", folds=True), Column("how many", number=True), Column("core", number=True)]
+    print_table(console, threads, [
+        [one.name, str(one.count), "any" if one.core is None else str(one.core)] for one in made.threads
+    ])
+    left = ", ".join(map(str, made.left)) or "none"
+    console.print(f"cores that no thread is pinned to: {left}", highlight=False, markup=False)
+    for note in made.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _mb(size: int) -> str:
+    """Rounded up: what is taken is never less than what is shown."""
+    return f"{-(-size >> 20):,}"
