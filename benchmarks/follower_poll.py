@@ -11,6 +11,7 @@ import ctypes
 import time
 from collections.abc import Callable
 
+from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.policy import Policy
@@ -45,9 +46,11 @@ def measure(name: str, look: Callable[[], object]) -> None:
 
 def main() -> None:
     ring = EmptyRing()
-    follower = Follower(plan_job(example_job()), [ring], ["a"], Policy.live(record_seconds=30.0))
+    plan = plan_job(example_job())
+    arenas = WireArenas(plan, [ring], ["a"])
+    follower = Follower(plan, arenas, Policy.live(record_seconds=30.0))
     measure("Follower.poll, no packet", lambda: list(follower.poll()))
-    measure("Engine.run, no packet", lambda: follower.engine.run(0, ring.ring_address, 2048))
+    measure("Engine.run, no packet", lambda: arenas.engine.run(0, ring.ring_address, 2048))
 
 
 if __name__ == "__main__":

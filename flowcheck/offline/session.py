@@ -32,6 +32,7 @@ from flowcheck.rebuild.iteration.evidence import edges_with
 from flowcheck.rebuild.iteration.rank_confirmation import on_trust
 from flowcheck.rebuild.iteration.scheduler import Source
 from flowcheck.rebuild.iteration.sharded import ShardedParameters
+from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.iteration.wording import describe_disagreement
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.events import Closed, Event, Lost, Read, Skipped
@@ -133,8 +134,10 @@ class ReplaySession:
     def begin(self, sources: Sequence[Source]) -> None:
         """Follow what these bring, one for each capture."""
         names = [info.path for info in self.infos]
-        self.follower = Follower(self.plan, sources, names, Policy.offline(), self.replica)
-        self.engine = self.follower.engine
+        policy = Policy.offline()
+        self.arenas = WireArenas(self.plan, sources, names, sources_wait=policy.sources_wait)
+        self.engine = self.arenas.engine
+        self.follower = Follower(self.plan, self.arenas, policy, self.replica)
 
     # -- what the follower says --
 
@@ -175,7 +178,7 @@ class ReplaySession:
         # A witness that disagrees before one steady iteration is over says that it is the manifest that is wrong, and
         # what agreed before may have agreed by chance.
         early = any(d["iteration"] <= self.follower.first_iteration + 1 for d in disagreements)
-        sound = not early and not self.follower.collector.refused(disagreements)
+        sound = not early and not self.arenas.collector.refused(disagreements)
         if not sound:
             if self.gradients is not None:
                 self.gradients.withdraw()
@@ -211,16 +214,16 @@ class ReplaySession:
         report.iterations = with_late(self.plan, self.engine, report.iterations)
         if not report.iterations:
             paths, notes = [info.path for info in self.infos], [note for info in self.infos for note in info.notes]
-            raise nothing_seen(self.follower, ", ".join(paths), options.job_name, notes)
+            raise nothing_seen(self.plan, self.engine, ", ".join(paths), options.job_name, notes)
         disagreements = self.engine.disagreements()
         report.notes += [describe_disagreement(self.plan, entry) for entry in disagreements[:8]]
-        refused = self.follower.collector.refused(disagreements)
+        refused = self.arenas.collector.refused(disagreements)
         if refused:
             report.notes.append(f"refused: {refused}; nothing is offered as a checkpoint")
         if self.plan.job.optimizer is None and self.plan.job.gradient_calls(0):
             report.notes.append(f"no checkpoint: {self.replica.absent}")
         self._note_trust()
-        report.failure = failure(report, self.follower, refused, self.ended)
+        report.failure = failure(report, self.follower, self.engine, refused, self.ended)
         with reporting(options.out):
             make_directory(options.out)
         self._confirm()

@@ -1,7 +1,7 @@
 """A replay in words: why it did not do all that was asked, and its report as a person reads it on a terminal.
 
-    failure(report, follower)                  the first reason, which goes into the report
-    nothing_seen(follower, captures, job, ...) the error of captures that bring nothing of the job
+    failure(report, follower, engine, ...)     the first reason, which goes into the report
+    nothing_seen(plan, engine, captures, job)  the error of captures that bring nothing of the job
     print_summary(report, console)             one verdict first, then only what needs attention
 
 Nothing here is computed or decided; report.json has it all. Long lists are cut with a count of what was left out, and
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from parser.machine import Engine
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +22,7 @@ from flowcheck.errors import UserError, size_text
 from flowcheck.offline.report import FlowReport, IterationReport, Report, drops_of
 from flowcheck.rebuild.iteration.evidence import edges_with
 from flowcheck.rebuild.iteration.wording import describe_disagreement, flow_name
+from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.tables import Column, print_table, width_of
 
@@ -29,13 +31,13 @@ __all__ = ["failure", "nothing_seen", "print_summary"]
 FLOWS, ITERATIONS, REASON, NAMED = 12, 6, 300, 4
 
 
-def failure(report: Report, follower: Follower, refused: str, ended: str) -> str:
+def failure(report: Report, follower: Follower, engine: Engine, refused: str, ended: str) -> str:
     """Why a replay did not do all that was asked: the first reason that applies, or "". Some iteration has closed.
 
     refused: why the traffic is not the job's, or "". ended: why no version was built any more, or ""."""
     if refused:
         return refused
-    engine, plan, replica = follower.engine, follower.plan, follower.replica
+    plan, replica = follower.plan, follower.chain.replica
     asked, found = report.iterations_asked, report.iterations
     if asked is not None and len(found) < asked:
         return f"{asked} iterations were asked for and {len(found)} are in the captures"
@@ -61,10 +63,9 @@ def failure(report: Report, follower: Follower, refused: str, ended: str) -> str
     return ended
 
 
-def nothing_seen(follower: Follower, captures: str, job: str, notes: Sequence[str] = ()) -> UserError:
+def nothing_seen(plan: JobPlan, engine: Engine, captures: str, job: str, notes: Sequence[str] = ()) -> UserError:
     """The error of captures that bring no packet of the job's iterations: what was there instead, and what to do.
     captures, job: what people call them. notes: what of the captures could not be read."""
-    engine, plan = follower.engine, follower.plan
     if entries := engine.disagreements():
         return UserError(
             f"the traffic is not what the manifest describes: {describe_disagreement(plan, entries[0])}", where=job,

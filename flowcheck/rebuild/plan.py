@@ -263,7 +263,7 @@ def _calls(
 
 
 def _target(phase: Phase, call: Collective) -> Target:
-    """GRADIENT is the region that every iteration has anew, for gathered parameters too."""
+    """GRADIENT is the region that each iteration has for itself, for gathered parameters too."""
     what = carries(call)
     if phase != Phase.STARTUP and (what == "gradient" or (what == "parameters" and call.op == "AllGather")):
         return Target.GRADIENT

@@ -15,8 +15,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.version.events import Closed
-from flowcheck.rebuild.version.healed import HealedFollower
+from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.policy import Policy
 from lab.bench.feed import MTU, Feed, Window, drain, flows_for
 from lab.bench.rows import Row, alternate
@@ -53,9 +54,11 @@ class Contender:
         self.lost: Counter[int] = Counter()  # packets by iteration
         self.closed: list[Closed] = []
         self.next = 0  # the iteration that closes next
-        self.session = HealedFollower(window.plan(laps), [self.feed], ["ring"], Policy.live(0.0))
-        for arena in range(self.session.plan.engine.arenas):  # the first touch takes long
-            self.session.engine.region(arena)[:] = 0
+        plan = window.plan(laps)
+        arenas = WireArenas(plan, [self.feed], ["ring"])
+        self.session = Follower(plan, arenas, Policy.live(0.0))
+        for arena in range(plan.engine.arenas):  # the first touch takes long
+            arenas.region(arena)[:] = 0
 
     def poll(self) -> bool:
         self.closed += [event for event in self.session.poll() if isinstance(event, Closed)]

@@ -33,6 +33,7 @@ from parser.placers import Placers
 
 from flowcheck.rebuild.calibration import settle
 from flowcheck.rebuild.iteration.scheduler import BATCH, IDLE_SECONDS
+from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.version.events import Closed
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.policy import Policy
@@ -123,7 +124,8 @@ class Pipeline:
         )
         self._feeder = self._whole
         # A live node's, but for its giving iterations up: this source waits where a port would lose packets.
-        self._follower = Follower(plan, [self], ["bench"], Policy.live(0.0))
+        self._arenas = WireArenas(plan, [self], ["bench"])
+        self._follower = Follower(plan, self._arenas, Policy.live(0.0))
         replica = JobReplica(plan, None, ReplicaOptions(slots=2, threads=1))
         replica.start({entry.name: torch.zeros(entry.shape) for entry in plan.job.model}, {}, 0)
         self._follower.start(replica, 0)
@@ -146,7 +148,7 @@ class Pipeline:
 
     def sequence(self) -> float:
         """A contender: an iteration, each stage to its end before the next one begins."""
-        self._feeder, engine = self._whole, self._follower.engine
+        self._feeder, engine = self._whole, self._arenas.engine
         times = [time.perf_counter()]
         self._whole.feed(self._next(1), self._packets)
         times.append(time.perf_counter())
@@ -167,7 +169,7 @@ class Pipeline:
         self._feeder = self._short
         feeding = threading.Thread(target=self._short.feed, args=(self._next(iterations), iterations * self._packets))
         with Placers([self.ring_address]) as placers:
-            self._follower.place_in_threads(placers)
+            self._arenas.place_in_threads(placers)
             begin = time.perf_counter()
             feeding.start()
             try:
@@ -178,7 +180,7 @@ class Pipeline:
                 raise
             finally:
                 feeding.join()
-                self._follower.leave_threads()
+                self._arenas.stop()
         return seconds / iterations
 
     def close(self) -> None:
@@ -203,5 +205,5 @@ class Pipeline:
     def _prove(self) -> None:
         """Iteration 0 has one bucket, of which each flow brings a part, a piece of it in every lap."""
         flows = len(self._window.flows)
-        region = self._follower.engine.region(0).reshape(flows, LAPS, -1)
+        region = self._arenas.engine.region(0).reshape(flows, LAPS, -1)
         assert (region == self._window.expected.reshape(flows, 1, -1)).all(), "other bytes than were sent"

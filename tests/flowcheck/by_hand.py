@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -79,12 +78,11 @@ def begin_session(
     engine = FakeEngine(plan.engine)
     if weights and plan.parameters:
         engine.cells(None)[:] = True
-    monkeypatch.setattr("flowcheck.rebuild.version.follower.Engine", lambda config: engine)
+    monkeypatch.setattr("flowcheck.rebuild.iteration.wire_arenas.Engine", lambda config: engine)
     chosen = ReplayOptions([], folder / "job.json", folder / into, **options)
     infos = [info(f"{name}.pcapng") for name in "abcd"[:streams]]
     session = ReplaySession(plan, JobReplica(plan, chosen.init), chosen, infos)
     session.begin([])
-    session.follower.scheduler = SimpleNamespace(  # type: ignore[assignment]
-        state=lambda stream, iteration: "past", final=lambda iteration: "arena_needed"
-    )
+    monkeypatch.setattr(session.arenas.scheduler, "state", lambda stream, iteration: "past")
+    monkeypatch.setattr(session.arenas.scheduler, "final", lambda iteration: "arena_needed")
     return Replayed(session, engine, chosen.out)

@@ -8,8 +8,8 @@ Packets move as in parser.machine.Engine: the first one opens the oldest iterati
 blocks its stream, one of an iteration that has closed is late. Everything else says what the test has set.
 A packet brings all cells of its iteration unless it says otherwise. Rings are found by address: sources[i] is stream i.
 
-A follower makes its engine itself:
-    monkeypatch.setattr("flowcheck.rebuild.version.follower.Engine", lambda config: engine)
+The arenas of a mirror make their engine themselves:
+    monkeypatch.setattr("flowcheck.rebuild.iteration.wire_arenas.Engine", lambda config: engine)
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ ROOMS = (
 # Lists of names; and what is tried in fresh processes alone.
 NOT_TRIED = {
     "flowcheck/node/__main__.py", "flowcheck/node/allocator.py", "flowcheck/node/groups/members.py",
-    "flowcheck/rebuild/version/events.py", "parser/flow_table.py", "parser/names.py", "updater/errors.py",
+    "flowcheck/rebuild/iteration/arena_source.py", "flowcheck/rebuild/version/events.py",
+    "flowcheck/rebuild/version/repair.py", "parser/flow_table.py", "parser/names.py", "updater/errors.py",
 }
 
 

@@ -12,7 +12,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.version.replica import replica_bytes
+from flowcheck.rebuild.version.recipe import replica_bytes
 
 __all__ = ["check_gathered", "check_job", "check_memory", "split", "union"]
 

@@ -42,8 +42,8 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCN
 
 
 class ControlServer:
-    """group_of(name): the intake of the group of that name, or why it cannot be had. shelf_of(name): what peers may read
-    of it, None: of a group that is not here. token: of all roles, or a callable that has those of one. connections: that
+    """group_of(name): the intake of the group of that name, or why not. shelf_of(name): what peers may read
+    of it, None: the group is not here. token: of all roles, or a callable that has those of one. connections: that
     have proved it, at once; strangers: that have not, per_address: of those. tls: asked for each connection. resync:
     what trainers will be asked for, as far as the settings say. hear: as of shelf.serve. now: a clock that never goes
     back. Context manager; main thread opens and closes."""

@@ -3,8 +3,8 @@
     resync = Resync(settings, plan, members)
     resync.how                                 what the job is healed by: "ranges", or "state" and why
     resync.by_ranges                           the first of these, and no trainer has refused
-    for event in resync.look(session): ...     at every turn: ask for what is stale
-    resync.take(session, rank, message, ...)   a rank has answered
+    for event in resync.look(repair): ...      at every turn: ask for what is stale
+    resync.take(repair, rank, message, ...)    a rank has answered
 
 A question goes out when an iteration has closed, to the ranks that are attached, in turn; what is being answered counts
 against `resync_mb`. No boundary of a trainer waits for it. Where one refuses, a whole state is asked for, as without
@@ -14,7 +14,6 @@ ranges, and so it stays for this job. The group's thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,9 +25,7 @@ from flowcheck.node.groups.members import RankSession
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.events import Asked, Event
 from flowcheck.rebuild.version.partial import Patch
-
-if TYPE_CHECKING:
-    from flowcheck.rebuild.version.going_on import PartialFollower
+from flowcheck.rebuild.version.range_repair import RangeRepair
 
 __all__ = ["Resync", "wished"]
 
@@ -50,42 +47,42 @@ class Resync:
     def by_ranges(self) -> bool:
         return self.how == "ranges"
 
-    def look(self, session: PartialFollower) -> Iterator[Event]:
-        partial = session.partial
-        if partial is None or session.next is None:
+    def look(self, repair: RangeRepair) -> Iterator[Event]:
+        partial, awaited = repair.partial, repair.follower.chain.next
+        if repair.given_up or awaited is None:
             return
         if partial.refused:
             self.how = f"state: {partial.refused}"
-            yield from session.give_up_ranges(f"the state of single elements cannot be had: {partial.refused}")
+            yield from repair.give_up(f"the state of single elements cannot be had: {partial.refused}")
             return
         members = dict(self._members())
         leaving = set(self._leaving())  # after them: who leaves meanwhile is in both
         if partial.left(members.keys() | leaving):
             self._asked = None
-        if not partial.stale or session.next == self._asked or leaving:
+        if not partial.stale or awaited == self._asked or leaving:
             return
-        self._asked, before = session.next, partial.asked
+        self._asked, before = awaited, partial.asked
         questions = partial.ask(self._budget, members.keys())
         for rank, request, ranges in questions:
             members[rank].send(Ranges(request, list(ranges)))
         if questions:
             elements = sum(length for _, _, ranges in questions for _, _, length in ranges)
-            yield Asked(session.next, elements, partial.asked - before, tuple(rank for rank, _, _ in questions))
+            yield Asked(awaited, elements, partial.asked - before, tuple(rank for rank, _, _ in questions))
 
     def take(
-        self, session: PartialFollower, rank: int, message: Answer, tensors: Mapping[str, torch.Tensor]
+        self, repair: RangeRepair, rank: int, message: Answer, tensors: Mapping[str, torch.Tensor]
     ) -> None:
         """Raises UserError if it is not what was asked for."""
-        partial = session.partial
-        if partial is None:
+        partial, follower = repair.partial, repair.follower
+        if repair.given_up:
             return
         if message.refused:
             partial.refuse(message.request, message.refused)
             return
         parameters, state = split(tensors)
-        iteration = session.clock.iteration(message.iteration)
+        iteration = follower.clock.iteration(message.iteration)
         patch = Patch(rank, message.request, iteration, tuple(message.ranges), parameters, state)
-        partial.take(patch, session.next or 0)
+        partial.take(patch, follower.chain.next or 0)
 
 
 def wished(settings: ReplicaSettings) -> str:

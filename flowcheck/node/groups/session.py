@@ -5,7 +5,9 @@
     session.record(...), announce(iteration), state(...)       what trainers send, on the same thread
     session.begin(path, left)                                  they are not asked for a state, but for ranges of it
 
-Everything that it is told or asked returns events; they are to be handled one by one, because versions and arenas are
+It has a follower (rebuild/version/follower.py), whose arenas are a mirror's, and adds what only a node has.
+
+Whatever it is given or asked returns events; they are to be handled one by one, because versions and arenas are
 as an event says only until the next one is asked for. Iterations are counted as the manifest does.
 """
 
@@ -17,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parser.machine import Engine
+from parser.placers import Placers
 
 from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
@@ -25,11 +29,15 @@ from flowcheck.node.groups.ranges import Resync
 from flowcheck.node.peers.catch_up import CatchUp
 from flowcheck.node.ports.silence import Arrivals, Silence
 from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
+from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.events import Closed, Event, Resumed
-from flowcheck.rebuild.version.healed import HealedFollower, Peers
+from flowcheck.rebuild.version.follower import Follower
+from flowcheck.rebuild.version.joining import Joining
 from flowcheck.rebuild.version.overload import Overload
+from flowcheck.rebuild.version.peer_repair import PeerRepair, Peers
 from flowcheck.rebuild.version.policy import Policy
+from flowcheck.rebuild.version.range_repair import RangeRepair
 from flowcheck.rebuild.version.records import StepRecord
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from updater.errors import UpdaterError
@@ -40,12 +48,13 @@ LAST_SECONDS = 2.0  # for an rx thread that is late, on a core that others use
 LAST_LOOKS = 4096  # at what is still placed when an end was asked for
 
 
-class LiveSession(HealedFollower):
+class LiveSession:
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
-    port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
-    resync: asks trainers for what is stale. peers: as of HealedFollower. job_start: ReplicaOptions.start. matches:
-    checksums that have matched in this run before. catching: asks peers before, where that is everything. trainers:
-    False: none attaches, and nothing but parameters that are gathered can be followed (unattended.py)."""
+    port: what the sources belong to. now, stamp: clocks, as of Follower. patched: may versions be built with holes, and
+    trainers be asked for what is stale in them (range_repair.py)? resync: asks them. peers: as of PeerRepair.
+    job_start: ReplicaOptions.start. matches: checksums that have matched in this run before. catching: asks peers
+    before, where that is everything. trainers: False: none attaches, and nothing but parameters that are gathered can
+    be followed (unattended.py)."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
@@ -57,28 +66,52 @@ class LiveSession(HealedFollower):
         self.port = port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds) if trainers else Policy.unattended()
+        self.arenas = WireArenas(plan, sources, names, sources_wait=policy.sources_wait)
         replica = None if trainers else JobReplica(plan, None)  # which says that there is none
-        super().__init__(plan, sources, names, policy, replica, clock=clock, now=now, stamp=stamp, patched=patched,
-                         peers=peers)
-        self._slots, self._threads, self._resync, self._job_start = slots, threads, resync, job_start
-        self.matches, self._catching = matches, catching
-        self._silence = Silence(plan, self.engine, port, self.clock, now)
-        self.overload = Overload(self.engine, self.scheduler)
-        self._movement = Movement(plan.engine.flows, self.engine, self.scheduler, sources, names, now)
+        self.follower = Follower(plan, self.arenas, policy, replica, clock=clock, now=now, stamp=stamp)
+        self.follower.chain.matches = matches
+        self._peers = PeerRepair(self.follower, self.arenas, peers)
+        self.joining: Joining | None = None
+        if patched:
+            ranges = RangeRepair(self.follower)
+            self.follower.repairs.append(ranges)
+            self.joining = Joining(self.follower, ranges, self._peers)
+        self.follower.repairs.append(self._peers)
+        self._slots, self._threads, self._job_start = slots, threads, job_start
+        self._resync, self._catching = resync, catching
+        engine, scheduler = self.arenas.engine, self.arenas.scheduler
+        self._silence = Silence(plan, engine, port, self.clock, now)
+        self.overload = Overload(engine, scheduler)
+        self._movement = Movement(plan.engine.flows, engine, scheduler, sources, names, now)
         for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
-            self.engine.region(arena)[:] = 0
+            engine.region(arena)[:] = 0
+
+    # -- from trainers --
 
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         """Keep a step record. Raises UserError where it cannot be believed."""
         self._silence.over(record.iteration)
         said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers,
                           record.sample)
-        return self.keep_record(record.iteration, said, rank)
+        begun = self.joining.record(record.iteration, rank) if self.joining is not None else []
+        return begun + self.follower.keep_record(record.iteration, said, rank)
 
     def patch(self, rank: int, message: Patch, tensors: Mapping[str, torch.Tensor]) -> None:
         """A rank's state of elements that it was asked for. Raises UserError if it is not that."""
-        if self._resync is not None:
-            self._resync.take(self, rank, message, tensors)
+        if self._resync is not None and self.joining is not None:
+            self._resync.take(self.joining.ranges, rank, message, tensors)
+
+    def announce(self, iteration: int) -> None:
+        """A state before `iteration` is being sent: keep that iteration and what follows until it is here."""
+        self.follower.trainers.announce(iteration)
+
+    def withdraw(self) -> None:
+        """The state that was announced will not come."""
+        self.follower.trainers.withdraw()
+
+    def hurry(self) -> None:
+        """Nothing more comes from trainers: until `finish` no iteration waits for a word of theirs."""
+        self.follower.trainers.hurry()
 
     def state(
         self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any],
@@ -87,18 +120,22 @@ class LiveSession(HealedFollower):
         """Go on from a trainer's state, after what is still under way. groups: hyper-parameters of the step before it.
         path: a file for the replica. Raises UserError if the state does not fit the job, or is too late."""
         self.withdraw()
-        yield from self.settle()
-        self.check(iteration)
+        yield from self.follower.settle()
+        self.follower.check(iteration)
         fresh = self._new_replica(path)
         fresh.start(parameters, state, self.clock.before(iteration), groups)
-        self.start(fresh, iteration)
+        if self._catching is not None:
+            self._catching.close()  # a peer's version would go into the replica that ends here
+        self.follower.start(fresh, iteration)
 
     def begin(self, path: Callable[[], Path], left: Path | None = None) -> Iterator[Event]:
         """Go on without a state, by ranges, after what is still under way. path(): a file for a replica, where there is
         none to go on with. left: that of an earlier process, of this start of the job. Raises UserError: there cannot
         be a replica."""
-        yield from self.settle()
-        replica, taken_up = self.replica, False
+        yield from self.follower.settle()
+        assert self.joining is not None
+        chain = self.follower.chain
+        replica, taken_up = chain.replica, False
         if replica is None and left is not None:
             replica, taken_up = self._taken_up(left), True
         if replica is None:
@@ -106,10 +143,10 @@ class LiveSession(HealedFollower):
             replica.start_empty(self.clock.before(0))
         if taken_up:
             assert left is not None
-            self.matches = max(self.matches, replica.matches)
+            chain.matches = max(chain.matches, replica.matches)
             yield Resumed(left, tuple(replica.steps))
         # What a peer gave of it and no checksum has confirmed would be forgotten here: then all of it is asked for.
-        yield from self.begin_from(replica, whole=taken_up and not replica.said)
+        yield from self.joining.begin_from(replica, whole=taken_up and not replica.said)
 
     def _new_replica(self, path: Path | None) -> JobReplica:
         return JobReplica(self.plan, None, ReplicaOptions(self._slots, path, self._threads, True, self._job_start))
@@ -123,57 +160,114 @@ class LiveSession(HealedFollower):
             return None
         return replica
 
+    # -- driving --
+
+    def place_in_threads(self, placers: Placers) -> None:
+        """From now on these threads take packets, at all times, until `finish` or `close`; else `poll` does."""
+        self.arenas.place_in_threads(placers)
+
+    def leave_threads(self) -> None:
+        """The threads take nothing more for this job."""
+        self.arenas.stop()
+
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
-        for event in super().poll():
+        chain = self.follower.chain
+        for event in self.follower.poll():
             if isinstance(event, Closed):
                 self._movement.closed(event)
             yield event
-        yield from self.keeper.look(self.next)
-        yield from self.overload.look(busy=self._pending is not None)
+        yield from self.follower.keeper.look(chain.next)
+        yield from self.overload.look(busy=chain.builds)
         yield from self._movement.look()
-        yield from self._silence.look(self.scheduler.blocked)
+        yield from self._silence.look(self.arenas.blocked)
+        if self.joining is None:
+            return
         if self._catching is not None:
-            yield from self._catching.look(self)
+            yield from self._catching.look(self.joining)
         if self._resync is not None and (self._catching is None or not self._catching.busy):
-            yield from self._resync.look(self)
-
-    def close(self) -> None:
-        if self._catching is not None:
-            self._catching.close()
-        super().close()
+            yield from self._resync.look(self.joining.ranges)
 
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""
-        yield from super().finish()
-        yield from self.keeper.look(self.next)
-        yield from self.keeper.rest()
+        yield from self.follower.finish()
+        yield from self.follower.keeper.look(self.next)
+        yield from self.follower.keeper.rest()
+
+    def close(self) -> None:
+        """Let go of peers, of the threads and of the replica."""
+        if self._catching is not None:
+            self._catching.close()
+        self._peers.close()
+        self.follower.close()
 
     def mark(self) -> list[int]:
         """Where the rings end now: for `passed`."""
-        return self.scheduler.mark()
+        return self.arenas.scheduler.mark()
 
     def passed(self, mark: Sequence[int]) -> bool:
         """Was all that was in the rings then taken, as far as there are arenas for it?"""
-        return self.scheduler.passed(mark)
+        return self.arenas.scheduler.passed(mark)
+
+    # -- how it stands --
+
+    @property
+    def plan(self) -> JobPlan:
+        return self.arenas.plan
+
+    @property
+    def engine(self) -> Engine:
+        return self.arenas.engine
+
+    @property
+    def clock(self) -> Clock:
+        """The trainer's."""
+        return self.follower.clock
+
+    @property
+    def replica(self) -> JobReplica | None:
+        """None: nothing can be read, and nothing built on."""
+        return self.follower.chain.replica
+
+    @property
+    def next(self) -> int | None:
+        """The iteration that the current version waits for; None: it has ended, or none has begun."""
+        return self.follower.chain.next
+
+    @property
+    def matches(self) -> int:
+        """Checksums of the trainer that have matched in this run."""
+        return self.follower.chain.matches
+
+    @property
+    def first_iteration(self) -> int:
+        """The first that closed, -1: none has."""
+        return self.follower.first_iteration
+
+    @property
+    def moved(self) -> bool:
+        """Did the last poll find anything to do?"""
+        return self.follower.moved
 
     @property
     def owed(self) -> set[int]:
         """Ranks that were asked for ranges and have not answered."""
-        return self.partial.owing if self.partial is not None else set()
+        return self.joining.ranges.partial.owing if self.joining is not None else set()
 
     @property
     def begun(self) -> range:
         """Iterations of which packets or records have come, and nothing was said yet."""
-        parts = [part for part in (self.scheduler.open, self.records.after(self.engine.begun)) if part]
-        if self._pending is not None:
-            parts.append(range(number := self._pending[0].verdict.iteration, number + 1))
+        chain, records = self.follower.chain, self.follower.records.after(self.arenas.begun)
+        parts = [part for part in (self.arenas.open, records) if part]
+        if chain.builds and chain.next is not None:
+            parts.append(range(chain.next, chain.next + 1))
         return range(min(part.start for part in parts), max(part.stop for part in parts)) if parts else range(0)
 
     @property
     def serves(self) -> int:
-        """The trainer's number of the iteration that made the version which can be read, -1: there is none."""
-        return self.clock.number(self.published) if self.replica is not None and self.replica.serves else -1
+        """The trainer's number of the iteration that made the version which can be read, -1: none can."""
+        readable = self.replica is not None and self.replica.serves
+        return self.clock.number(self.follower.published) if readable else -1
 
 
 def wind_up(session: LiveSession, take: Callable[[Iterable[Event]], None]) -> None:

@@ -1,7 +1,7 @@
 """Catching up: where all of a job is stale, a version that a peer has is taken before trainers are asked.
 
     catching = CatchUp(nodes, shard, start)            nodes(): the APIs of peers, as they are asked now
-    for event in catching.look(session): ...           at every turn of the group's thread
+    for event in catching.look(joining): ...           at every turn of the group's thread
     catching.busy                                      trainers are not asked for ranges meanwhile
     catching.close()
 
@@ -25,7 +25,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -34,12 +33,11 @@ from flowcheck.control.sources import offers_of
 from flowcheck.control.tensors import TensorSpec, memory
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import FlowcheckError
+from flowcheck.job.version_status import DIVERGED
 from flowcheck.node.versions.held import files_of
 from flowcheck.rebuild.version.events import CaughtUp, Event, NotCaughtUp
+from flowcheck.rebuild.version.joining import Joining
 from updater.errors import UpdaterError
-
-if TYPE_CHECKING:
-    from flowcheck.rebuild.version.healed import HealedFollower
 
 __all__ = ["QUIET_SECONDS", "CatchUp"]
 
@@ -76,34 +74,34 @@ class CatchUp:
             self._search.end()
         self._search = None
 
-    def look(self, session: HealedFollower) -> Iterator[Event]:
-        if session.status == "diverged" and session.hearsay.version and self._source:
+    def look(self, joining: Joining) -> Iterator[Event]:
+        if joining.chain.status == DIVERGED and joining.hearsay.version and self._source:
             self._left_out[self._source] = "its version was not the trainer's", float("inf")
             self._source = ""
         search = self._search
-        if session.partial is None:  # trainers give whole states from now on
+        if joining.ranges.given_up:  # trainers give whole states from now on
             self.close()
         elif search is None:
-            yield from self._begin(session)
+            yield from self._begin(joining)
         elif search.told:
-            yield from self._await(session, search)
+            yield from self._await(joining, search)
         elif search.over:
-            yield from self._give_up(session, search)
+            yield from self._give_up(joining, search)
         else:
-            search.useful = least, most = session.useful
+            search.useful = least, most = joining.useful
             offer = search.wishes
             if offer is not None and not least <= offer.step <= most:  # iterations have gone by since it was asked
                 search.refuse()
-            elif offer is not None and not session.building:
-                yield from self._hold(session, search, offer)
+            elif offer is not None and not joining.chain.builds:
+                yield from self._hold(joining, search, offer)
             elif offer is None and self._now() - self._began > ASK_SECONDS + 3 * QUIET_SECONDS:
                 search.failed.setdefault("", "they did not say in time what they have")
-                yield from self._give_up(session, search)
+                yield from self._give_up(joining, search)
 
-    def _begin(self, session: HealedFollower) -> Iterator[Event]:
-        if session.emptied == self._seen or session.next is None:
+    def _begin(self, joining: Joining) -> Iterator[Event]:
+        if joining.ranges.emptied == self._seen or joining.chain.next is None:
             return
-        self._seen = session.emptied
+        self._seen = joining.ranges.emptied
         now = self._now()
         if now < self._earliest:
             return
@@ -115,33 +113,34 @@ class CatchUp:
             return
         self._began = now
         try:
-            self._search = _Search(nodes, self._shard, self._start, session.useful, left_out)
+            self._search = _Search(nodes, self._shard, self._start, joining.useful, left_out)
         except RuntimeError as error:  # there is no thread to be had
             yield NotCaughtUp({"": str(error)})
 
-    def _hold(self, session: HealedFollower, search: _Search, offer: Offer) -> Iterator[Event]:
+    def _hold(self, joining: Joining, search: _Search, offer: Offer) -> Iterator[Event]:
         """Keep what the version waits for, and say where it goes."""
         try:
-            slot = session.expect(offer.step)
+            slot = joining.expect(offer.step)
         except (FlowcheckError, UpdaterError) as error:
             search.failed[search.source] = _words(error)
-            yield from self._give_up(session, search)
+            yield from self._give_up(joining, search)
             return
         targets = files_of(slot)
-        apart = {entry.name for entry in session.plan.job.model if entry.kind == "constant" or entry.tied}
+        apart = {entry.name for entry in joining.follower.plan.job.model if entry.kind == "constant" or entry.tied}
         self._apart = {name: torch.empty_like(targets[MODEL][name]) for name in apart}
-        assert session.replica is not None
+        replica = joining.chain.replica
+        assert replica is not None
         self._until = self._now() + 3 * QUIET_SECONDS + offer.nbytes / RATE
-        search.tell({**targets, MODEL: {**targets[MODEL], **self._apart}}, session.replica.rounding)
+        search.tell({**targets, MODEL: {**targets[MODEL], **self._apart}}, replica.rounding)
 
-    def _await(self, session: HealedFollower, search: _Search) -> Iterator[Event]:
+    def _await(self, joining: Joining, search: _Search) -> Iterator[Event]:
         why = ""
         if search.over:
             version = search.version  # only now: it is there before the search is over
             why = search.failed.get(search.source, "its version did not come")
             if version is not None:
                 try:
-                    iteration = session.go_on_with(version.step, version.optimizer, self._apart, search.source)
+                    iteration = joining.go_on_with(version.step, version.optimizer, self._apart, search.source)
                 except (FlowcheckError, UpdaterError) as error:
                     why = _words(error)
                 else:
@@ -149,21 +148,21 @@ class CatchUp:
                     yield CaughtUp(iteration, version.step, search.source, version.nbytes, seconds)
                     return
             self._left_out[search.source] = why, self._now() + DISTRUST
-        elif not session.expecting:
+        elif not joining.expecting:
             why = "the job has ended meanwhile"
-        elif session.gives_up:
+        elif joining.gives_up:
             why = "rings were full before it was here"
         elif self._now() > self._until:  # whatever its thread waits for
             why = "too slow"
         if why:
             search.failed[search.source] = why
-            yield from self._give_up(session, search)
+            yield from self._give_up(joining, search)
 
-    def _give_up(self, session: HealedFollower, search: _Search) -> Iterator[Event]:
+    def _give_up(self, joining: Joining, search: _Search) -> Iterator[Event]:
         search.end()  # first of all: its slot is somebody else's now
         self._ended()
         yield NotCaughtUp(dict(search.failed))
-        yield from session.go_on_without()
+        yield from joining.go_on_without()
 
     def _ended(self) -> float:
         """Seconds that it took."""

@@ -38,13 +38,14 @@ NAMED = 3  # copies that differ, by connection and PSN: each costs a walk over a
 @dataclass(frozen=True)
 class Judged:
     """One iteration as it closed. buckets: of gradients; groups: of gathered parameters. filled: cells by the source
-    that filled them (merger.py)."""
+    that filled them (merger.py). counts: of packets since the one before closed: packets, placed, gaps, duplicates."""
 
     evidence: Evidence
     verdict: Verdict
     buckets: list[BucketCoverage]
     groups: list[BucketCoverage]
     filled: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
     def with_checksum(self, found: Literal["match", "mismatch"]) -> Judged:
         evidence = replace(self.evidence, checksum=found)

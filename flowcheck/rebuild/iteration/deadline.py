@@ -4,7 +4,7 @@
     times.slack                          from its version to the first byte of the iteration after it
     times.stage(records=True)            what took longest after its last byte
     trend = Trend();  trend.add(times)
-    trend.left(late, iterations)         how many more iterations until there is no room for another
+    trend.left(late, iterations)         how many more iterations until another finds no room
 
 An iteration is late when its version is published after the next iteration's first byte has come. One that is late
 costs nothing: iterations wait in arenas, and then packets in rings. If each is later than the one before, both are full
@@ -61,7 +61,7 @@ class Times:
 
 
 def iterations_left(late: float, growth: float, period: float, iterations: float) -> int | None:
-    """After how many more there is no room for another one: each comes `period` after the one before, and its version
+    """After how many more another one finds no room: each comes `period` after the one before, and its version
     is later by `growth` than that of the one before, which was late by `late`. There is room for `iterations` that are
     not finished, besides the one that the version is made of. None: never, as it looks now."""
     if growth <= 0 or period <= 0:
@@ -82,7 +82,7 @@ class Trend:
             self._late.append((times.iteration, times.first, -times.slack))
 
     def forget(self) -> None:
-        """Versions begin anew."""
+        """Another chain of versions begins."""
         self._late.clear()
 
     @property

@@ -1,7 +1,7 @@
 """What other nodes give of an iteration: one more stream into its arena, with the same checks.
 
     holes = open_holes(engine, plan, iteration)         cells that nothing has come for
-    spans = question(plan, iteration, holes)            the bytes to ask for, and some beside them
+    spans = question(plan, iteration, holes)            the bytes to ask for, and some next to them
     given = place(engine, plan, iteration, answers)     once the iteration has closed
 
 Contract. A node gives only what its own mirror has brought and its own engine has placed and checked. Here it is held
@@ -14,7 +14,7 @@ against what is there:
     one of which the streams' copies     stays a hole, whatever peers have: they are copies, too
       differed
 
-That is why some cells beside each hole are asked for, which are there: they are witnesses. What was filled lies in the
+That is why some cells next to each hole are asked for, which are there: they are witnesses. What was filled lies in the
 arena. The books of the engine do not know of it, so it is never given on to a third node; evidence.py adds both.
 
 Pure but for the bytes of the region. Only of an iteration that has closed: nobody else writes there then. Time and
@@ -36,7 +36,7 @@ from flowcheck.rebuild.plan import BucketPlace, JobPlan
 __all__ = ["CELL", "NOTHING", "Answer", "Given", "Hearsay", "open_holes", "place", "question"]
 
 CELL = 8
-BESIDE = 8  # cells before and behind a hole
+MARGIN = 8  # cells before and behind a hole
 MOST_SPANS = 16384  # asked for at once, as many as a message may name
 MOST_BYTES = 64 << 20
 _NONE = np.empty((0, 2), np.int64)
@@ -106,9 +106,9 @@ def open_holes(engine: Engine, plan: JobPlan, iteration: int) -> np.ndarray:
 
 
 def question(plan: JobPlan, iteration: int, holes: np.ndarray) -> list[tuple[int, int]]:
-    """(first byte, bytes) of the holes and of the cells beside them, in order; what is too much for one question is
+    """(first byte, bytes) of the holes and of the cells next to them, in order; what is too much for one question is
     left out from the end."""
-    wide = intervals(holes + np.array([-BESIDE, BESIDE]))
+    wide = intervals(holes + np.array([-MARGIN, MARGIN]))
     found: list[tuple[int, int]] = []
     room = MOST_BYTES
     for one in plan.iteration_places(iteration):
@@ -129,7 +129,7 @@ def place(engine: Engine, plan: JobPlan, iteration: int, answers: Sequence[Answe
     void, refused = _NONE, dict[str, str]()
     good: list[Answer] = []
     for answer in answers:
-        differ = both(_differing(_beside(region, answer)), there)
+        differ = both(_differing(_here_and(region, answer)), there)
         if len(differ):
             void = intervals(np.concatenate((void, differ)))
             refused[answer.peer] = f"{total(differ)} cells that are here as well differ"
@@ -194,7 +194,7 @@ def _against(one: Answer, other: Answer) -> Iterator[tuple[int, np.ndarray, np.n
             b = next(its, None)
 
 
-def _beside(region: np.ndarray, answer: Answer) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def _here_and(region: np.ndarray, answer: Answer) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     for at, data in answer.pieces:
         yield at, region[at : at + len(data)], np.frombuffer(data, np.uint8)
 

@@ -10,8 +10,8 @@ checks, whichever it comes over (parser/include/machine.h). Of each cell:
     the first copy        is placed, once a witness agrees with its packet's place and its ICRC is right
     a later one           is compared, all of it, and never written
     one that differs      makes the cell void for the rest of the iteration: a hole, whatever comes later
-    none                  a hole; final once nothing more can come (holes.py). Then peers are asked (healed.py), and
-                          what they give is compared in the same way (given.py); what they leave, trainers give
+    none                  a hole; final once nothing more can come (holes.py). Then peers are asked, and what
+                          they give is compared in the same way (given.py); what they leave, trainers give
 
 A cell counts for the source that placed it, so the sum over `stream`, `retransmission` and `peer` is the number of
 cells that came. Those that became void later are among them.

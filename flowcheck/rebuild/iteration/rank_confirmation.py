@@ -58,7 +58,7 @@ def contradiction(plan: JobPlan, tags: Mapping[int, int]) -> str:
 def other_version(plan: JobPlan, forms: Mapping[CtsElement, int], disagreements: Sequence[Mapping[str, Any]]) -> str:
     """Why the traffic refutes the manifest's NCCL version, or "". forms: Engine.cts_forms(). disagreements: its log.
 
-    Two rows of parser.nccl are told apart by what lies in every packet of a kind, whatever the calls are:
+    Two rows of parser.nccl differ in what lies in every packet of a kind, whatever the calls are:
 
         form of the clear-to-send writes   none can be read as the manifest's, and some can as another's (5.4)
         byte order of the immediates       each that disagrees is its message's size in the other order (5.2)

@@ -29,7 +29,7 @@ __all__ = ["Gathered", "ShardedParameters"]
 
 @dataclass(frozen=True)
 class Gathered:
-    """A complete set. step: updates that it has seen, -1: there is none."""
+    """A complete set. step: updates that it has seen, -1: no set is here."""
 
     job: Job
     step: int = -1

@@ -1,4 +1,4 @@
-"""What people are told about a job's traffic: names of connections, and what disagrees with the manifest, as sentences.
+"""What people read about a job's traffic: names of connections, and what disagrees with the manifest, as sentences.
 
 Verdicts, reports, events and errors take their words from here. Pure.
 """

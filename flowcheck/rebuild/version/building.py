@@ -1,6 +1,6 @@
 """The version that comes next: its buckets are applied as they become complete, before there is a verdict.
 
-    builder = VersionBuilder(plan, engine, records)
+    builder = VersionBuilder(plan, arenas, records)
     builder.look(replica, iteration)            at every look at the rings, for the iteration that the version waits for
     builder.reserve(replica, iteration)         it is complete: is there a slot? If not, it has to stay open
     builder.conclude(replica, iteration, ...)   the verdict stands: what is left, with the values of the record
@@ -27,9 +27,9 @@ from typing import Literal
 
 import numpy as np
 import torch
-from parser.machine import Engine
 
 from flowcheck.job.sampling import Sample
+from flowcheck.rebuild.iteration.arena_source import ArenaSource
 from flowcheck.rebuild.iteration.evidence import BucketCoverage, elements_of
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 from flowcheck.rebuild.version.partial import Partial
@@ -79,7 +79,7 @@ class Built:
     """How a version was built.
 
     updates: "early": its buckets were applied as they became complete, with values that were known or rightly assumed;
-        "at_record": all of them after its iteration had closed; "": there is no version.
+        "at_record": all of them after its iteration had closed; "": nothing was built.
     rebuilt: how often it was begun in vain, because its record said otherwise.
     differs: the first tensor that is not the trainer's, "": none is, by checksums of all of them; None: nothing says
         that all of them are the trainer's.
@@ -97,9 +97,9 @@ class VersionBuilder:
     """One version at a time, of the replica that `look` or `conclude` is given. Order: look, again and again; then
     conclude, and built until it says something; or drop. partial: what is stale in it; None: nothing may be."""
 
-    def __init__(self, plan: JobPlan, engine: Engine, records: StepRecords) -> None:
+    def __init__(self, plan: JobPlan, arenas: ArenaSource, records: StepRecords) -> None:
         self.partial: Partial | None = None
-        self._plan, self._engine, self._records = plan, engine, records
+        self._plan, self._arenas, self._records = plan, arenas, records
         self._assumption = Assumption(known=not plan.job.step_values)
         self._replica: JobReplica | None = None  # that is building
         self._values = StepValues()  # that it builds with
@@ -114,7 +114,7 @@ class VersionBuilder:
 
     def look(self, replica: JobReplica, iteration: int) -> None:
         """Hand over the buckets of an open iteration that have become complete, if its values are known or assumed."""
-        covered = self._engine.covered_places(iteration)
+        covered = self._arenas.covered_places(iteration)
         seen = (iteration, covered.tobytes())
         if seen == self._seen or not covered.any():
             return
@@ -123,12 +123,12 @@ class VersionBuilder:
         try:
             values = self._assumption.values if record is None else record.values()
             if record is not None and values is not None:
-                self._heed(values)
+                self._learn_of(values)
             if values is None or not (places := self._complete(iteration, covered)):
                 return
             if self._replica is None:
                 self._begin(replica, iteration, values)
-            region = self._engine.region(iteration)
+            region = self._arenas.region(iteration)
             for place in places:
                 self._apply(place, elements_of(region, place))
         except UpdaterError:  # no slot is free now, or the values are of no use: heeded when the iteration is complete
@@ -141,7 +141,7 @@ class VersionBuilder:
         record = self._records.of(iteration)
         try:
             values = StepValues() if record is None else record.values()
-            self._heed(values)
+            self._learn_of(values)
             if self._replica is None:
                 self._begin(replica, iteration, values)
         except NoFreeSlot:
@@ -158,7 +158,7 @@ class VersionBuilder:
         try:
             values = StepValues() if record is None else record.values()
             assumed = self._assumption.values
-            self._heed(values)
+            self._learn_of(values)
             early = bool(self._handed) or (assumed is not None and assumed.updates_as(values))
             self._assumption.learn(values)
             if self._replica is None:
@@ -232,7 +232,7 @@ class VersionBuilder:
         self._handed.clear()
         self._seen = (-1, b"")
 
-    def _heed(self, values: StepValues) -> None:
+    def _learn_of(self, values: StepValues) -> None:
         """The record is here: drop what was begun with other values."""
         if self._replica is not None and not self._values.updates_as(values):
             rebuilt = self._rebuilt + 1
@@ -257,5 +257,5 @@ class VersionBuilder:
         for place, there in zip(self._plan.iteration_buckets(iteration), covered.tolist(), strict=False):
             first, end = place.cells.start, place.cells.stop
             if place.index not in self._handed and there >= end - first:
-                found += [] if len(self._engine.missing(iteration, first, end)) else [place]
+                found += [] if len(self._arenas.missing(iteration, first, end)) else [place]
         return found

@@ -65,11 +65,9 @@ class Closed(Event):
     sampled: int = 0
 
 
-def closed(
-    judged: Judged, counts: Mapping[str, int], built: Built, *, published: bool, status: str, lag: int, lost: bool
-) -> Closed:
-    """The event of an iteration. counts: of its packets: packets, placed, gaps, duplicates. lost: no version waits for
-    it, so its step record is not missed."""
+def closed(judged: Judged, built: Built, *, published: bool, status: str, lag: int, lost: bool) -> Closed:
+    """The event of an iteration. lost: no version waits for it, so its step record is not missed."""
+    counts = judged.counts
     missing: dict[str, int] = {}
     for bucket in (*judged.buckets, *judged.groups):
         for cause, count in bucket.missing.items():
@@ -151,8 +149,8 @@ class Patched(Event):
 
 @dataclass(frozen=True)
 class FromPeers(Event):
-    """Other nodes were asked for what an iteration lacks: so many bytes, with those beside the holes. filled: cells, by
-    peer. failed: why nothing came of the others, or is not used."""
+    """Other nodes were asked for what an iteration lacks: so many bytes, with those next to the holes. filled: cells,
+    by peer. failed: why nothing came of the others, or is not used."""
 
     iteration: int
     nbytes: int
@@ -220,7 +218,7 @@ class Behind(Event):
     """The node does not keep up, and has lost nothing for it so far. Said once, and again when less is left by half.
 
     late: nanoseconds by which the version of `iteration` is late by now. in_a_row: how many versions before were late.
-    left: iterations until there is no room for another, as it looks now; None: it does not get worse.
+    left: iterations until another finds no room, as it looks now; None: it does not get worse.
     stage: what takes longest (iteration/deadline.py); "rings": packets wait to be placed."""
 
     iteration: int
@@ -239,7 +237,7 @@ class OnTime(Event):
 
 @dataclass(frozen=True)
 class GivenUp(Event):
-    """There is no room for more: from this iteration on packets are counted and not placed. rings: as of `Timed`, now.
+    """For lack of room, from this iteration on packets are counted and not placed. rings: as of `Timed`, now.
     waits: packets wait for an arena; else they are not taken from the ring fast enough."""
 
     first: int

@@ -1,13 +1,13 @@
 """When iterations have to be lost, whole ones are: from a boundary on packets are counted and not placed.
 
     overload = Overload(engine, scheduler)
-    overload.pressed                         there is no more room: the caller says that the node is behind
+    overload.pressed                         room is running out: the caller says that the node is behind
     for event in overload.look(): ...        at every look at the rings: GivenUp, TakenUp
 
 A node that is too slow for its traffic has all its arenas taken, and then its rings fill. Packets that are dropped
 there would be of whatever iteration comes by. So shortly before that the iterations of which nothing has come yet are
 given up (parser.machine.Engine.give_up); those that have begun stay whole. When all of them have closed and the rings
-are empty again, placing begins anew with the next boundary. What was given up is not published, cause `overload`; a
+are empty again, placing begins again with the next boundary. What was given up is not published, cause `overload`; a
 state is asked for then, as after any loss.
 """
 

@@ -1,6 +1,6 @@
 """The job's replica: where its weights come from, one update per published iteration.
 
-    JobReplica(plan, init)  ->  learn(engine) once, before the first update (replay)
+    JobReplica(plan, init)  ->  learn(first_weights) once, before the first update (replay)
                             or  start(parameters, state, step): what the trainer uploaded (live)
                             or  start_empty(step): what trainers send element by element (live, partial.py)
                             ->  begin(iteration, values), apply(bucket, elements) for each bucket, in any order and as
@@ -20,27 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from parser.machine import Engine
 
 from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
-from flowcheck.job.model import Job
-from flowcheck.rebuild.iteration.evidence import BucketCoverage, parameter_bytes
+from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.plan import JobPlan
-from updater.arrays import needed
+from flowcheck.rebuild.version.recipe import kinds_of, recipe_of, shapes_of
 from updater.errors import NoRoom, ReplicaError, UpdaterError
 from updater.found import describe
-from updater.layout import Layout
-from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, Slot
-from updater.rounding_modes import GRAIN, RoundingMode
-from updater.sixteen import threads_matter
 from updater.step import StepValues
 from updater.verify import Comparison
 
-__all__ = ["JobReplica", "NoRoomForReplica", "ReplicaOptions", "replica_bytes"]
+__all__ = ["JobReplica", "NoRoomForReplica", "ReplicaOptions"]
 
 
 class NoRoomForReplica(UserError):
@@ -59,37 +52,8 @@ class ReplicaOptions:
     start: str = ""
 
 
-def replica_bytes(job: Job, slots: int) -> int:
-    """Memory that a job's replica takes. Raises UserError: it can have none."""
-    assert job.optimizer is not None
-    try:
-        spec = _spec(job, RoundingMode(job.optimizer.rounding, job.optimizer.torch_version))
-    except UpdaterError as error:
-        raise UserError(str(error), where="job manifest", remedy="correct the optimizer") from None
-    return needed(
-        {entry.name: (entry.shape, getattr(torch, entry.dtype)) for entry in job.model}, spec, slots, **_kinds(job)
-    )
-
-
-def _kinds(job: Job) -> dict[str, Any]:
-    """What updater.replica.Replica is told of a job's entries besides shapes."""
-    assert job.optimizer is not None
-    return {
-        "buffers": frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
-        "tied": {entry.name: entry.tied for entry in job.model if entry.tied},
-        "masters": job.optimizer.masters != "none",
-    }
-
-
-def _spec(job: Job, rounding: RoundingMode) -> OptimizerSpec:
-    assert job.optimizer is not None
-    return OptimizerSpec.check(
-        job.optimizer.name, [(group.params, group.options) for group in job.optimizer.groups], fused=rounding.fused,
-    )
-
-
 class JobReplica:
-    """Versions of the job's model. `absent` says why there is none ("" if there is one)."""
+    """Versions of the job's model. `absent` says why none can be had, "": one can."""
 
     def __init__(
         self, plan: JobPlan, init: str | os.PathLike[str] | None, options: ReplicaOptions | None = None
@@ -99,48 +63,15 @@ class JobReplica:
         self._replica: Replica | None = None
         self._slot: Slot | None = None
         self._loaded: Loaded | None = load_init(init, plan.job.model) if init else None
-        self._spec: OptimizerSpec | None = None
-        self._rounding: RoundingMode | None = None
-        self._layouts: dict[bool, Layout] = {}
+        self._recipe = recipe_of(plan)
         self.absent = ""
-        self._unsent = "the model is in no complete broadcast"  # why the captures bring no weights
-        if plan.job.optimizer is None:
+        if self._recipe is None:
             self.absent = "the manifest names no optimizer"
             if init:
                 raise UserError(
                     "--init given, but the job manifest has no optimizer to apply", where=str(init),
                     remedy="add model, buckets and optimizer to the manifest, or drop --init",
                 )
-            return
-        try:
-            said = plan.job.optimizer
-            self._rounding = RoundingMode(said.rounding, said.torch_version, threads=said.threads,
-                                          corrections=said.corrections)
-            self._spec = _spec(plan.job, self._rounding)
-            for held in ("float32", *(self._alone.values())):
-                self._rounding.check(said.name, held, self._spec.with_values(()))
-            for first in (True, False):
-                self._layouts[first] = self._layout(0 if first else 1)
-        except UpdaterError as error:
-            raise UserError(str(error), where="job manifest", remedy="correct optimizer, model or buckets") from None
-
-    def _layout(self, iteration: int) -> Layout:
-        """An absent bucket description is allowed where it is obvious: one bucket, one tensor."""
-        assert self._spec is not None
-        places = self._plan.iteration_buckets(iteration)
-        shapes = {e.name: e.shape for e in self._plan.job.model if e.name in self._spec.params}
-        described = [bucket.slices for bucket in self._plan.job.bucket_layout(iteration)]
-        if iteration and not places:  # the job has no later iteration
-            return self._layouts[True]
-        return Layout(described, shapes, [place.elements for place in places])
-
-    @property
-    def _alone(self) -> dict[str, str]:
-        """Entry -> its type, of those that are updated in 16 bits alone."""
-        job = self._plan.job
-        if job.optimizer is None or job.optimizer.masters != "none":
-            return {}
-        return {entry.name: entry.dtype for entry in job.model if entry.name in job.narrow}
 
     @property
     def step(self) -> int:
@@ -166,20 +97,22 @@ class JobReplica:
         """The step that the initial weights had."""
         return self._loaded.step if self._loaded else 0
 
-    def learn(self, engine: Engine) -> None:
-        """Take the initial weights; call when the first iteration closes, after the broadcasts."""
-        if self._spec is None or self._replica is not None:
+    def learn(self, first_weights: Callable[[], Mapping[str, torch.Tensor] | str]) -> None:
+        """Take the initial weights; call when the first iteration closes, after the broadcasts. first_weights(): those
+        that came with the traffic, or why none did."""
+        if self._recipe is None or self._replica is not None:
             return
-        broadcast = self._broadcast(engine)
-        if self._loaded is None and broadcast is None:
-            self.absent = f"no initial weights: no --init, and {self._unsent}"
+        came = first_weights()
+        if isinstance(came, str):
+            if self._loaded is None:
+                self.absent = f"no initial weights: no --init, and {came}"
+                return
+        elif self._loaded is None:
+            self.start(came, {}, 0)
             return
-        if self._loaded is not None and broadcast is not None:
-            self._compare(self._loaded.parameters, broadcast)
-        if self._loaded:
-            self.start(self._loaded.parameters, self._loaded.optimizer_state, self._loaded.step)
-        elif broadcast is not None:
-            self.start(broadcast, {}, 0)
+        else:
+            self._compare(self._loaded.parameters, came)
+        self.start(self._loaded.parameters, self._loaded.optimizer_state, self._loaded.step)
 
     def start(
         self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int,
@@ -202,25 +135,18 @@ class JobReplica:
     def start_empty(self, step: int) -> None:
         """Make a partial version `step`, of which every element is anything. Raises UserError as `start` does."""
         assert self._replica is None
-        self._make(self._shapes(), step, empty=True)
+        self._make(shapes_of(self._plan.job), step, empty=True)
 
     def take_up(self, path: str | os.PathLike[str]) -> None:
         """Go on with the file that an earlier process left, from its newest version. Raises UpdaterError: it is of
         another job, of another start of it, of other settings, or still written to."""
-        assert self._replica is None and self._spec is not None and self._rounding is not None
-        job, options = self._plan.job, self._options
-        kinds = _kinds(job)
+        assert self._replica is None and self._recipe is not None
+        job, options, recipe = self._plan.job, self._options, self._recipe
         like = describe(
-            self._shapes(), self._spec, self._rounding, slots=options.slots, divisor=job.gradients.divisor,
-            run_id=job.run_id, epoch=job.epoch, unproven=self.unproven, start=options.start, **kinds,
+            shapes_of(job), recipe.spec, recipe.rounding, slots=options.slots, divisor=job.gradients.divisor,
+            run_id=job.run_id, epoch=job.epoch, unproven=self.unproven, start=options.start, **kinds_of(job),
         )
-        self._replica = Replica.attach(path, rounding=self._rounding, threads=options.threads, like=like)
-
-    def _shapes(self) -> dict[str, torch.Tensor]:
-        return {
-            entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
-            for entry in self._plan.job.model
-        }
+        self._replica = Replica.attach(path, rounding=recipe.rounding, threads=options.threads, like=like)
 
     def keep(self, steps: Sequence[int]) -> None:
         """Reuse the slots of these versions last, as updater.replica.Replica does."""
@@ -245,35 +171,19 @@ class JobReplica:
         return self._replica.said[2] or 0
 
     def _make(self, tensors: Mapping[str, torch.Tensor], step: int, **more: Any) -> None:
-        assert self._spec is not None
+        assert self._recipe is not None
         job, options = self._plan.job, self._options
         try:
             self._replica = Replica(
-                tensors, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
-                rounding=self._rounding, path=options.path, run_id=job.run_id, epoch=job.epoch,
-                threads=options.threads, unproven=self.unproven, start=options.start, **_kinds(job), **more,
+                tensors, self._recipe.spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
+                rounding=self._recipe.rounding, path=options.path, run_id=job.run_id, epoch=job.epoch,
+                threads=options.threads, unproven=self.unproven, start=options.start, **kinds_of(job), **more,
             )
         except UpdaterError as error:
             kind = NoRoomForReplica if isinstance(error, NoRoom) else UserError
             raise kind(str(error), where=str(self._init_path or "job manifest")) from None
 
-    def _broadcast(self, engine: Engine) -> dict[str, torch.Tensor] | None:
-        differ, offset, _ = engine.copies(None)
-        if differ:
-            self._unsent = f"copies of the broadcast parameters differ, first at byte {offset}"
-            return None
-        found = parameter_bytes(self._plan, engine)
-        tensors = {}
-        for entry in self._plan.job.model:
-            data, complete = found.get(entry.tied or entry.name, (np.zeros(0, np.uint8), False))
-            if not complete:
-                self._unsent = f"{entry.name!r} is in no complete broadcast"
-                return None
-            dtype: torch.dtype = getattr(torch, entry.dtype)
-            tensors[entry.name] = torch.frombuffer(bytearray(data.tobytes()), dtype=dtype).reshape(entry.shape)
-        return tensors
-
-    def _compare(self, given: dict[str, torch.Tensor], broadcast: dict[str, torch.Tensor]) -> None:
+    def _compare(self, given: Mapping[str, torch.Tensor], broadcast: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in broadcast.items():
             mine = given[name].contiguous().reshape(-1).view(torch.uint8)
             if not torch.equal(mine, tensor.reshape(-1).view(torch.uint8)):
@@ -286,8 +196,8 @@ class JobReplica:
     def begin(self, iteration: int, values: StepValues) -> None:
         """Begin the version after the newest one, partial or not. Raises UpdaterError: no free slot, or values that the
         optimizer cannot use; then nothing is being built."""
-        assert self._replica is not None and self._slot is None
-        self._slot = self._replica.build(self._replica.base.step + 1, self._layouts[iteration == 0], values)
+        assert self._replica is not None and self._recipe is not None and self._slot is None
+        self._slot = self._replica.build(self._replica.base.step + 1, self._recipe.layouts[iteration == 0], values)
 
     def apply(self, bucket: int, elements: torch.Tensor) -> None:
         """Hand a complete bucket of gradients to the workers. It stays as it is until `written`, or the end."""
@@ -336,11 +246,12 @@ class JobReplica:
         elements of constants while nothing is served. What the optimizer keeps of an entry without elements (its count
         of steps) comes with every patch. Raises UpdaterError: it does not fit, or lacks something that the optimizer
         keeps of an element, or of such an entry."""
-        assert self._slot is not None and self._replica is not None and self._spec is not None
-        owned = {name: group.options for group in self._spec.groups for name in group.params}
+        assert self._slot is not None and self._replica is not None and self._recipe is not None
+        spec = self._recipe.spec
+        owned = {name: group.options for group in spec.groups for name in group.params}
         empty = {entry.name for entry in self._plan.job.model if not entry.elements}
         for name in ({name for name, _, _ in ranges} | empty) & owned.keys():
-            kept = [*self._spec.states(owned[name]), *(["step"] if self._spec.name != "sgd" else [])]
+            kept = [*spec.states(owned[name]), *(["step"] if spec.name != "sgd" else [])]
             absent = [key for key in kept if key not in state.get(name, {})]
             if absent:
                 raise ReplicaError(f"a patch of {name!r} without its {absent[0]}")
@@ -351,7 +262,7 @@ class JobReplica:
 
     def receive(self, step: int) -> Slot:
         """A slot for version `step`, which somebody else made; `received` or `discard` ends it. Raises UpdaterError: no
-        slot is free, or the step is none that could be gone on from."""
+        slot is free, or nothing could go on from that step."""
         assert self._replica is not None and self._slot is None
         self._slot = self._replica.receive(step)
         return self._slot
@@ -360,11 +271,11 @@ class JobReplica:
         """Publish what was received, unverified and with a mark. optimizer: that it was made with, in the manifest's
         form, from a stranger. apart: constants, which all versions share, and tied entries, which have no memory of
         their own. Raises UpdaterError: it is not of this job; nothing is published then."""
-        assert self._replica is not None and self._slot is not None and self._spec is not None
-        said = optimizer.get("groups")
+        assert self._replica is not None and self._slot is not None and self._recipe is not None
+        spec, said = self._recipe.spec, optimizer.get("groups")
         groups = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
         names = [one.get("params") for one in groups if isinstance(one.get("options"), dict)]
-        if (optimizer.get("name"), names) != (self._spec.name, [list(group.params) for group in self._spec.groups]):
+        if (optimizer.get("name"), names) != (spec.name, [list(group.params) for group in spec.groups]):
             raise ReplicaError("it was made with another optimizer, or by other groups of parameters")
         constants = {entry.name for entry in self._plan.job.model if entry.kind == "constant"}
         fixed = constants if self._replica.empty else set()
@@ -429,36 +340,9 @@ class JobReplica:
     def unproven(self) -> list[str]:
         """Marks of what the replica rests on and nothing has shown: the manifest's own, old buffers, an order of
         roundings."""
-        if self.absent or self._rounding is None:
+        if self.absent or self._recipe is None:
             return list(self._plan.job.unproven)
-        buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
-        marks = list(self._plan.job.unproven)
-        if self._plan.job.narrow and self._plan.job.optimizer is not None and not self._plan.job.optimizer.masters:
-            marks.append(
-                "masters: the manifest does not say what the optimizer holds of 16-bit parameters; fp32 masters that"
-                " begin as the first parameters were taken"
-            )
-        if shared := self._shared():
-            marks.append(
-                f"threads: {shared!r} is updated in 16 bits alone and may have been shared by threads of the trainer,"
-                " which round other elements; the manifest does not say how many (optimizer.threads), one was taken"
-            )
-        marks += [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self._options.buffers else []
-        return marks + ([self._rounding.unproven] if self._rounding.unproven else [])
-
-    def _shared(self) -> str:
-        """The first entry whose bits depend on a number of threads that nobody said, or ""."""
-        job, alone = self._plan.job, self._alone
-        if job.optimizer is None or job.optimizer.threads:
-            return ""
-        sizes = {entry.name: entry.elements for entry in job.model}
-        for group in job.optimizer.groups:
-            # A record may bring a decay where there was none.
-            options = group.options | ({"weight_decay": 1.0} if job.step_values else {})
-            shared = [name for name in group.params if name in alone and sizes[name] > GRAIN]
-            if shared and threads_matter(job.optimizer.name, options):
-                return shared[0]
-        return ""
+        return self._recipe.unproven(buffers=self._options.buffers)
 
     @property
     def kernels(self) -> str:
@@ -469,8 +353,8 @@ class JobReplica:
     @property
     def rounding(self) -> str:
         """The order of roundings, by name."""
-        assert self._rounding is not None
-        return self._rounding.name
+        assert self._recipe is not None
+        return self._recipe.rounding.name
 
     @property
     def building(self) -> bool:
@@ -488,8 +372,7 @@ class JobReplica:
     ) -> Path:
         """Write a version that the caller has pinned as a checkpoint; returns its directory. users: of write_step.
         matches: of Meta. vouch: gives Meta.attached. Any thread."""
-        assert self._rounding is not None
         job = self._plan.job
-        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name, shard,
-                    matches, self._options.start, vouch(job.run_id, job.epoch))
+        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self.rounding, shard, matches,
+                    self._options.start, vouch(job.run_id, job.epoch))
         return write_step(out, version.step, version.parameters, version.optimizer_state, meta, users)

@@ -21,7 +21,7 @@ from flowcheck.rebuild.iteration.intervals import intervals, total, without
 __all__ = ["Range", "Stale", "by_entry", "deal"]
 
 Range = tuple[str, int, int]  # entry, first element, elements
-AGES = 32  # that are told apart; what comes later is as old as the newest of them
+AGES = 32  # that are kept apart; what comes later is as old as the newest of them
 SHARE = 64 << 10  # bytes; less than this is not cut for another rank
 _NONE = np.empty((0, 2), np.int64)
 

@@ -47,8 +47,7 @@ class Scene(Live):
 
     @property
     def partial(self) -> Partial:
-        assert self.session.partial is not None
-        return self.session.partial
+        return self.joining.ranges.partial
 
     def go(self, iteration: int, ranks: tuple[int, ...] = (0, 1), **fields: Any) -> Closed:
         """The records of an iteration come, and it closes. Without a version to go on from, so do all others."""

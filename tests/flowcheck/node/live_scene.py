@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-import flowcheck.rebuild.version.follower
+import flowcheck.rebuild.iteration.wire_arenas
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Record
 from flowcheck.errors import UserError
@@ -28,6 +28,7 @@ from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.peers.catch_up import CatchUp
 from flowcheck.node.ports.silence import Silent
 from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.version.chain import VersionChain
 from flowcheck.rebuild.version.events import (
     Asked,
     Begun,
@@ -42,7 +43,9 @@ from flowcheck.rebuild.version.events import (
     Resumed,
     Waiting,
 )
-from flowcheck.rebuild.version.healed import Peers
+from flowcheck.rebuild.version.follower import Follower
+from flowcheck.rebuild.version.joining import Joining
+from flowcheck.rebuild.version.peer_repair import Peers
 from lab.synth import example_job
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
@@ -81,7 +84,7 @@ class Live:
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
         self.engine = FakeEngine(plan.engine, self.sources)
-        patch.setattr(flowcheck.rebuild.version.follower, "Engine", lambda config: self.engine)
+        patch.setattr(flowcheck.rebuild.iteration.wire_arenas, "Engine", lambda config: self.engine)
         self.closed: list[Closed] = []
         self.lost: list[str] = []
         self.waiting: list[tuple[int, str]] = []
@@ -99,6 +102,20 @@ class Live:
             port=self.port, now=lambda: self.now, patched=patched,
             resync=self.resync, peers=peers, job_start=job_start, catching=catching,
         )
+
+    @property
+    def follower(self) -> Follower:
+        return self.session.follower
+
+    @property
+    def chain(self) -> VersionChain:
+        return self.follower.chain
+
+    @property
+    def joining(self) -> Joining:
+        """Of a session whose versions may have holes."""
+        assert self.session.joining is not None
+        return self.session.joining
 
     def take(self, events: Iterable[Event]) -> None:
         for event in events:

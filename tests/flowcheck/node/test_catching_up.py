@@ -334,7 +334,7 @@ def test_rings_that_fill_end_it_at_once(scene: Callable[..., Scene], api: HandAp
     api.versions = [version(7, 99.0)]
     api.quiet.add(f"/v1/versions/{api.versions[0].id}/{FILE}")
     at = came_back(scene)
-    until(at, lambda: at.session.expecting)
+    until(at, lambda: at.joining.expecting)
     at.engine.given_up = range(9, 12)
     at.poll()
     assert said(at, NotCaughtUp) == [NotCaughtUp({api.name: "rings were full before it was here"})]
@@ -346,10 +346,24 @@ def test_who_leaves_ends_it(scene: Callable[..., Scene], api: HandApi) -> None:
     api.versions = [version(7, 99.0)]
     api.quiet.add(f"/v1/versions/{api.versions[0].id}/{FILE}")
     at = came_back(scene)
-    until(at, lambda: at.session.expecting)
+    until(at, lambda: at.joining.expecting)
     at.session.withdraw()
     at.poll()
     assert said(at, NotCaughtUp) == [NotCaughtUp({api.name: "the job has ended meanwhile"})]
+
+
+def test_a_trainers_state_comes_in_place_of_a_peers_version(scene: Callable[..., Scene], api: HandApi) -> None:
+    """Nobody asked for it, and what it goes on from is another replica: what the peer still sends goes nowhere."""
+    api.versions = [version(7, 99.0)]
+    api.quiet.add(f"/v1/versions/{api.versions[0].id}/{FILE}")
+    at = came_back(scene)
+    until(at, lambda: at.joining.expecting)
+    at.state(8, after(7))
+    api.quiet.clear()
+    for t in (8, 9):
+        at.go(t)
+    assert at.last[:2] == (9, True) and at.values() == alike(after(9))
+    assert said(at, CaughtUp) == said(at, NotCaughtUp) == [] and at.session.serves == 9
 
 
 def test_a_search_that_is_ended_while_it_asks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,8 +409,8 @@ def test_a_version_that_is_whole_just_as_it_is_looked_for_is_taken() -> None:
         return step
 
     catching = CatchUp(list, "", "one start")
-    session: Any = SimpleNamespace(go_on_with=go_on_with)
-    [event] = catching._await(session, Ending())  # type: ignore[arg-type]
+    joining: Any = SimpleNamespace(go_on_with=go_on_with)
+    [event] = catching._await(joining, Ending())  # type: ignore[arg-type]
     assert took == [7] and isinstance(event, CaughtUp) and event.step == 7
 
 
@@ -407,14 +421,16 @@ def test_peers_that_do_not_say_in_time_what_they_have_hold_up_nothing(monkeypatc
     now = [100.0]
     catching = CatchUp(lambda: [Node(("127.0.0.1", 1), "key")], "", "one start", lambda: now[0])
     went_on: list[int] = []
-    session: Any = SimpleNamespace(status="", partial=object(), emptied=1, next=7, useful=(5, 7), building=False,
-                                   go_on_without=lambda: went_on.append(1) or iter(()))
+    joining: Any = SimpleNamespace(
+        chain=SimpleNamespace(status="", next=7, builds=False), ranges=SimpleNamespace(given_up=False, emptied=1),
+        useful=(5, 7), go_on_without=lambda: went_on.append(1) or iter(()),
+    )
     try:
-        assert list(catching.look(session)) == [] and catching.busy
+        assert list(catching.look(joining)) == [] and catching.busy
         now[0] += catching_up.ASK_SECONDS + 3 * catching_up.QUIET_SECONDS
-        assert list(catching.look(session)) == [] and catching.busy
+        assert list(catching.look(joining)) == [] and catching.busy
         now[0] += 0.1
-        [event] = catching.look(session)
+        [event] = catching.look(joining)
         assert isinstance(event, NotCaughtUp) and "did not say in time" in event.failed[""]
         assert went_on == [1] and not catching.busy
     finally:
@@ -427,10 +443,10 @@ def test_a_version_that_does_not_come_in_its_time_is_given_up() -> None:
     catching._until = 109.0
     ended: list[int] = []
     search: Any = SimpleNamespace(over=False, source="peer", failed={}, end=lambda: ended.append(1))
-    session: Any = SimpleNamespace(expecting=True, gives_up=False, go_on_without=lambda: iter(()))
-    assert list(catching._await(session, search)) == []
+    joining: Any = SimpleNamespace(expecting=True, gives_up=False, go_on_without=lambda: iter(()))
+    assert list(catching._await(joining, search)) == []
     now[0] = 109.1
-    [event] = catching._await(session, search)
+    [event] = catching._await(joining, search)
     assert isinstance(event, NotCaughtUp) and event.failed == {"peer": "too slow"} and ended == [1]
 
 
@@ -438,7 +454,7 @@ def test_closing_does_not_wait_for_a_peer(scene: Callable[..., Scene], api: Hand
     api.versions = [version(7, 99.0)]
     api.quiet.add(f"/v1/versions/{api.versions[0].id}/{FILE}")
     at = came_back(scene)
-    until(at, lambda: at.session.expecting)
+    until(at, lambda: at.joining.expecting)
     at.session.close()
     assert at.session._catching is not None and not at.session._catching.busy
 
@@ -490,7 +506,7 @@ def test_it_is_not_tried_again_soon(scene: Callable[..., Scene], api: HandApi) -
     asked = len(api.asked)
     api.versions = [version(8), version(9)]
     at.go(7)
-    at.take(at.session._lose("all of it", last=8))
+    at.take(at.follower.lose("all of it", last=8))
     at.poll()
     assert len(api.asked) == asked and not said(at, CaughtUp)
 

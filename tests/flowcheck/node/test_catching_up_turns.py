@@ -31,17 +31,17 @@ class Quiet(catching_up._Search):
         pass
 
 
-class Session:
-    """Of a follower what is looked at, and what it is asked to do. refuses: what `expect` and `go_on_with` raise."""
+class Joins:
+    """Of a Joining what is looked at, and what it is asked to do. refuses: what `expect` and `go_on_with` raise."""
 
     def __init__(self) -> None:
-        self.status, self.hearsay, self.partial = "", Hearsay(), object()
-        self.emptied, self.next, self.useful = 1, 7, (5, 7)
-        self.building, self.expecting, self.gives_up = False, True, False
-        self.replica = SimpleNamespace(rounding="torch-cpu")
+        replica = SimpleNamespace(rounding="torch-cpu")
+        self.chain = SimpleNamespace(status="", next=7, builds=False, replica=replica)
+        self.ranges = SimpleNamespace(given_up=False, emptied=1)
+        self.hearsay, self.useful, self.expecting, self.gives_up = Hearsay(), (5, 7), True, False
         job = small_job()
         job.model += [ModelEntry("fixed", [5], kind="constant"), ModelEntry("twin", [2], tied="layer0.bias")]
-        self.plan = SimpleNamespace(job=job)
+        self.follower = SimpleNamespace(plan=SimpleNamespace(job=job))
         names = {entry.name: torch.zeros(entry.shape) for entry in job.model}
         self.slot = SimpleNamespace(parameters=names, optimizer_state={"layer0.bias": {"step": torch.zeros(())}})
         self.refuses: Exception | None = None
@@ -68,17 +68,17 @@ class Turns:
     """A CatchUp, its session and its clock."""
 
     def __init__(self) -> None:
-        self.now, self.session = 1000.0, Session()
+        self.now, self.joining = 1000.0, Joins()
         self.nodes = [Node(("127.0.0.1", port), "key") for port in (1, 2)]
         self.catching = CatchUp(lambda: list(self.nodes), "dp0", "one start", lambda: self.now)
 
     def look(self, later: float = 0.0) -> list[Event]:
         self.now += later
-        return list(self.catching.look(self.session))  # type: ignore[arg-type]
+        return list(self.catching.look(self.joining))  # type: ignore[arg-type]
 
     def begin(self, later: float = 0.0) -> Quiet:
         """All has become stale again, and peers are asked."""
-        self.session.emptied += 1
+        self.joining.ranges.emptied += 1
         assert self.look(later) == [] and self.catching.busy
         return self.search
 
@@ -121,11 +121,11 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
 
 
 def test_peers_are_asked_once_whenever_everything_becomes_stale(turns: Turns) -> None:
-    turns.session.emptied = 0
+    turns.joining.ranges.emptied = 0
     assert turns.look() == [] and not turns.catching.busy, "nothing ever was"
-    turns.session.emptied, turns.session.next = 1, None
+    turns.joining.ranges.emptied, turns.joining.chain.next = 1, None
     assert turns.look() == [] and not turns.catching.busy, "no iteration is waited for yet"
-    turns.session.next = 7
+    turns.joining.chain.next = 7
     assert turns.look() == [] and turns.catching.busy
     assert (turns.search._nodes, turns.search._shard, turns.search._start) == (turns.nodes, "dp0", "one start")
     assert turns.search.useful == (5, 7) and turns.search.failed == {}
@@ -136,7 +136,7 @@ def test_peers_are_asked_once_whenever_everything_becomes_stale(turns: Turns) ->
 def test_it_is_not_tried_again_soon(turns: Turns) -> None:
     turns.begin()
     turns.fails()
-    turns.session.emptied += 1
+    turns.joining.ranges.emptied += 1
     assert turns.look(PAUSE - 0.1) == [] and not turns.catching.busy
     assert turns.look(10_000.0) == [] and not turns.catching.busy, "whoever was told to answer by ranges does"
     turns.begin()
@@ -157,7 +157,7 @@ def test_one_that_took_long_is_not_tried_again_for_longer(turns: Turns) -> None:
     turns.begin()
     turns.now += 5.0
     turns.fails()
-    turns.session.emptied += 1
+    turns.joining.ranges.emptied += 1
     assert turns.look(SHARE * 5.0 - 0.1) == [] and not turns.catching.busy
     turns.begin(0.1)
 
@@ -211,7 +211,7 @@ def test_who_cannot_be_asked_is_said(turns: Turns) -> None:
 
 def test_what_is_of_use_is_told_as_it_changes(turns: Turns) -> None:
     search = turns.begin()
-    turns.session.useful = (6, 9)
+    turns.joining.useful = (6, 9)
     assert turns.look() == [] and search.useful == (6, 9)
 
 
@@ -220,16 +220,16 @@ def test_a_version_of_use_is_taken_and_another_one_refused(turns: Turns, step: i
     turns.begin()
     search = turns.wish(step)
     assert turns.look() == [] and search.told == held and search._answered.is_set()
-    assert turns.session.did == ([step] if held else []) and (search.wishes is None) != held
+    assert turns.joining.did == ([step] if held else []) and (search.wishes is None) != held
 
 
 def test_a_version_is_not_taken_while_another_one_is_built(turns: Turns) -> None:
     turns.begin()
     search = turns.wish()
-    turns.session.building = True
-    assert turns.look() == [] and not search.told and turns.session.did == [] and not search._answered.is_set()
+    turns.joining.chain.builds = True
+    assert turns.look() == [] and not search.told and turns.joining.did == [] and not search._answered.is_set()
     assert turns.look(10_000.0) == [] and turns.catching.busy, "nobody is late"
-    turns.session.building = False
+    turns.joining.chain.builds = False
     assert turns.look() == [] and search.told
 
 
@@ -238,7 +238,7 @@ def test_where_a_version_goes(turns: Turns) -> None:
     turns.begin()
     search = turns.wish()
     turns.look()
-    model, slot = search._targets[MODEL], turns.session.slot.parameters
+    model, slot = search._targets[MODEL], turns.joining.slot.parameters
     apart = {name for name, tensor in model.items() if tensor is not slot[name]}
     assert apart == {"fixed", "twin"} and model.keys() == slot.keys()
     assert {name: tuple(model[name].shape) for name in apart} == {"fixed": (5,), "twin": (2,)}
@@ -252,10 +252,10 @@ def test_where_a_version_goes(turns: Turns) -> None:
 def test_where_it_can_go_nowhere_trainers_are_asked(turns: Turns, error: Exception, why: str) -> None:
     search = turns.begin()
     turns.wish()
-    turns.session.refuses = error
+    turns.joining.refuses = error
     assert turns.look() == [NotCaughtUp({NAMES[0]: why}), Event()]
-    assert not turns.catching.busy and search._ended and turns.session.did == [6, "without"]
-    turns.session.refuses = None
+    assert not turns.catching.busy and search._ended and turns.joining.did == [6, "without"]
+    turns.joining.refuses = None
     assert turns.begin(PAUSE).failed == {}, "that was nobody's fault"
 
 
@@ -263,7 +263,7 @@ def test_nothing_of_use_ends_it(turns: Turns) -> None:
     search = turns.begin()
     search.failed[NAMES[1]] = "has nothing"
     search.over = True
-    turns.session.building = True
+    turns.joining.chain.builds = True
     assert turns.look() == [NotCaughtUp({NAMES[1]: "has nothing"}), Event()] and not turns.catching.busy
 
 
@@ -279,9 +279,9 @@ def test_who_does_not_say_in_time_is_not_waited_for(turns: Turns) -> None:
 
 def test_trainers_that_give_whole_states_end_it_without_a_word(turns: Turns) -> None:
     search = turns.begin()
-    turns.session.partial = None
+    turns.joining.ranges.given_up = True
     assert turns.look() == [] and not turns.catching.busy and search._ended
-    turns.session.emptied += 1
+    turns.joining.ranges.emptied += 1
     assert turns.look() == [] and not turns.catching.busy
     turns.catching.close()
 
@@ -297,11 +297,11 @@ def test_a_version_that_came_is_gone_on_with(turns: Turns) -> None:
     assert turns.look(2.0) == [], "it is on its way"
     search.version, search.over = version(6), True
     assert turns.look(3.0) == [CaughtUp(70, 6, NAMES[0], 240, 7.0)] and not turns.catching.busy
-    step, optimizer, given, source = turns.session.did[-1]
+    step, optimizer, given, source = turns.joining.did[-1]
     assert (step, optimizer, source) == (6, {"name": "sgd"}, NAMES[0])
     assert given.keys() == apart.keys() and all(given[name] is apart[name] for name in apart)
     assert turns.catching._apart == {}, "memory of constants goes"
-    turns.session.emptied += 1
+    turns.joining.ranges.emptied += 1
     assert turns.look(SHARE * 7.0 - 0.1) == [] and not turns.catching.busy
 
 
@@ -313,7 +313,7 @@ def test_a_version_that_is_none_is_its_peers_fault(turns: Turns, error: Exceptio
     turns.begin()
     search = turns.wish()
     turns.look()
-    search.version, search.over, turns.session.refuses = version(6), True, error
+    search.version, search.over, turns.joining.refuses = version(6), True, error
     assert turns.look() == [NotCaughtUp({NAMES[0]: why}), Event()] and search._ended and not turns.catching.busy
     assert turns.begin(PAUSE).failed == {NAMES[0]: f"not asked: {why}"}
 
@@ -330,9 +330,9 @@ def test_what_ends_it_is_nobodys_fault(turns: Turns, field: str, value: bool, wh
     turns.begin()
     search = turns.wish()
     turns.look()
-    setattr(turns.session, field, value)
+    setattr(turns.joining, field, value)
     assert turns.look() == [NotCaughtUp({NAMES[0]: why}), Event()] and search._ended
-    turns.session.expecting, turns.session.gives_up = True, False
+    turns.joining.expecting, turns.joining.gives_up = True, False
     assert turns.begin(PAUSE).failed == {}
 
 
@@ -350,13 +350,13 @@ def test_a_version_that_is_not_the_trainers_is_its_peers_for_ever(turns: Turns) 
     turns.look()
     search.version, search.over = version(6), True
     turns.look()
-    turns.session.status = "diverged"
+    turns.joining.chain.status = "diverged"
     turns.look()
     assert turns.catching._left_out == {}, "a checksum had confirmed it before"
-    turns.session.status, turns.session.hearsay = "unverified", Hearsay(version="of a peer")
+    turns.joining.chain.status, turns.joining.hearsay = "unverified", Hearsay(version="of a peer")
     turns.look()
     assert turns.catching._left_out == {}, "nothing is wrong yet"
-    turns.session.status = "diverged"
+    turns.joining.chain.status = "diverged"
     search = turns.begin(1e9)
     assert search.failed == {NAMES[0]: "not asked: its version was not the trainer's"}
     assert [node.name for node in search._nodes] == [NAMES[1]]
@@ -366,6 +366,6 @@ def test_a_version_that_is_not_the_trainers_is_its_peers_for_ever(turns: Turns) 
 
 
 def test_whoever_diverges_alone_blames_nobody(turns: Turns) -> None:
-    turns.session.status, turns.session.hearsay = "diverged", Hearsay(version="of an earlier process")
+    turns.joining.chain.status, turns.joining.hearsay = "diverged", Hearsay(version="of an earlier process")
     turns.begin()
     assert turns.catching._left_out == {} and turns.search.failed == {}

@@ -78,12 +78,12 @@ def test_it_begins_at_the_oldest_record_without_a_gap_behind_it(scene: Callable[
     at = scene(empty=False)
     for t in (2, 3, 5, 6):
         at.record(t)
-    at.take(at.session.give_up_ranges("nothing is stale, so this ends nothing"))
+    at.take(at.joining.ranges.give_up("nothing is stale, so this ends nothing"))
     assert at.lost == []
     other = scene()
     other.record(7)
     assert other.said == [Begun(7, EVERYTHING)]
-    records = other.session.records
+    records = other.follower.records
     assert records.since(0) == 7 and records.since(8) is None
     for t, first in ((9, 9), (8, 7), (4, 7), (5, 7), (6, 4)):
         other.record(t)
@@ -219,9 +219,9 @@ def test_an_iteration_lost_whole_begins_it_anew(scene: Callable[..., Scene]) -> 
 def test_who_cannot_be_asked_is_followed_by_a_state(scene: Callable[..., Scene], tmp_path: Path) -> None:
     at = scene(folder=tmp_path)
     at.go(2)
-    at.take(at.session.give_up_ranges("the trainer cannot"))
+    at.take(at.joining.ranges.give_up("the trainer cannot"))
     assert at.lost == ["the trainer cannot"] and at.withdrawn == [False] and list(tmp_path.iterdir()) == []
-    assert at.session.replica is None and at.session.next is None and at.session.partial is None
+    assert at.session.replica is None and at.session.next is None and at.joining.ranges.given_up
     at.state(3, after(2))
     at.go(3)
     assert at.closed[-1].published and at.values() == alike(after(3))

@@ -155,7 +155,7 @@ def test_buffers_come_with_the_record(live) -> None:
 def lost(at: Live, clause: str) -> None:
     """5 is not published, the version before stays, nothing is being built, and a new state goes on."""
     assert at.ended[-1][:2] == (5, False) and clause in at.ended[-1][2]
-    assert at.closed[-1].updates == "" and at.session.status == "lost" and len(at.lost) == 1
+    assert at.closed[-1].updates == "" and at.chain.status == "lost" and len(at.lost) == 1
     assert building(at) is None and at.values() == alike(-0.5)
     at.state(6, 7.0)
     at.part(6, FIRST)

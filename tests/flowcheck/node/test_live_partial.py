@@ -245,7 +245,7 @@ def test_without_ranges_it_ends_as_before_and_goes_on_with_a_state(scene: Callab
     at = scene(holes={3: HOLE, 6: HOLE})
     at.go(2)
     at.go(3)
-    at.take(at.session.give_up_ranges("the trainer cannot"))
+    at.take(at.joining.ranges.give_up("the trainer cannot"))
     assert at.lost == ["the trainer cannot"] and at.session.next is None and at.session.serves == 2
     at.session.announce(6)  # what follows a state is kept until it is here
     at.poll()
@@ -298,11 +298,11 @@ def test_trainers_are_not_asked_while_peers_are(monkeypatch: pytest.MonkeyPatch)
     catching, asked = Catching(), list[Any]()
     at = Live(monkeypatch, members={}, patched=True, catching=catching)  # type: ignore[arg-type]
     assert at.resync is not None
-    monkeypatch.setattr(at.resync, "look", lambda session: asked.append(session) or iter(()))
+    monkeypatch.setattr(at.resync, "look", lambda ranges: asked.append(ranges) or iter(()))
     at.look()
-    assert catching.looked == [at.session] and asked == [] and at.said == [Held(1, 6, False, "of a test")]
+    assert catching.looked == [at.joining] and asked == [] and at.said == [Held(1, 6, False, "of a test")]
     catching.busy = False
     at.look()
-    assert catching.looked == [at.session] * 2 and asked == [at.session]
+    assert catching.looked == [at.joining] * 2 and asked == [at.joining.ranges]
     at.session.close()
     assert catching.closed == 1

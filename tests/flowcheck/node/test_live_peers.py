@@ -216,9 +216,9 @@ def test_what_peers_leave_goes_on_to_the_trainers(scene: Callable[..., Scene]) -
     at.go(2)
     at.go(3)
     assert at.last == (3, False, "unverified", {"lost": 4}, {"stream": 27, "peer": 1})
-    assert at.session.partial is not None and at.session.partial.stale.elements == 4
+    assert at.joining.ranges.partial.stale.elements == 4
     assert at.closed[-1].unproven[0].startswith("1 cells since iteration 3 came from b")
-    [(_, _, ranges)] = at.session.partial.ask(1 << 20, (0,))
+    [(_, _, ranges)] = at.joining.ranges.partial.ask(1 << 20, (0,))
     assert sum(length for _, _, length in ranges) == 4
 
 
@@ -228,15 +228,14 @@ def test_a_version_that_is_held_keeps_the_mark(scene: Callable[..., Scene]) -> N
     at.peers.said = [answer(0, 8 * 6)]
     at.go(2)
     at.go(3)
-    assert at.session.partial is not None
-    [(rank, request, ranges)] = at.session.partial.ask(1 << 20, (0,))
+    [(rank, request, ranges)] = at.joining.ranges.partial.ask(1 << 20, (0,))
     at.go(4, checksums=at.sums(-0.5))
     assert at.last[:2] == (4, False) and at.closed[-1].stale == 4
     sizes: dict[str, int] = {}
     for name, _, length in ranges:
         sizes[name] = sizes.get(name, 0) + length
     values = {name: torch.full((size,), -1.0) for name, size in sizes.items()}
-    assert at.session.partial.take(Patch(rank, request, 5, tuple(ranges), values, {}), 5)
+    assert at.joining.ranges.partial.take(Patch(rank, request, 5, tuple(ranges), values, {}), 5)
     at.go(5)
     assert at.last[:3] == (5, True, "unverified") and at.values() == alike(-1.0)
     assert at.closed[-1].filled == {"stream": 30, "trainer": 2}, "four elements of four bytes are two cells"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import flowcheck.rebuild.version.follower
+import flowcheck.rebuild.version.trainers
 from flowcheck.errors import UserError
 from flowcheck.rebuild.version.events import Closed
 from flowcheck.rebuild.version.replica import JobReplica
@@ -32,16 +33,16 @@ def live(monkeypatch) -> Callable[..., Live]:
 
 def test_versions_are_verified_from_the_first_checksum_on(live) -> None:
     at = live()
-    assert (at.session.status, at.session.serves, at.session.published) == ("waiting", -1, -1)
+    assert (at.chain.status, at.session.serves, at.follower.published) == ("waiting", -1, -1)
     at.state(2)
-    assert (at.session.status, at.session.serves, at.session.published, at.session.next) == ("unverified", 1, 1, 2)
+    assert (at.chain.status, at.session.serves, at.follower.published, at.session.next) == ("unverified", 1, 1, 2)
     assert at.step(2) == Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, [], "at_record", filled={"stream": 30})
     assert at.values() == alike(0.5)
     verified = Closed(3, True, "verified", 1, 1, {}, 0, 0, 0, [], "at_record", filled={"stream": 30})
     assert at.step(3, checksums=at.sums(0.0)) == verified
-    assert at.session.verified == 4
+    assert at.chain.verified == 4
     assert at.step(4).status == "follows 4"
-    assert (at.session.serves, at.session.published, at.session.next) == (4, 4, 5)
+    assert (at.session.serves, at.follower.published, at.session.next) == (4, 4, 5)
     assert at.values() == alike(-0.5) and at.lost == []
 
 
@@ -71,7 +72,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
     at.state(2)
     for t in range(2, 2 + matched):
         assert at.step(t, checksums=at.sums(0.0 - 0.5 * (t - 3))).status == "verified"
-    assert at.session.verified == (2 + matched if matched else None)
+    assert at.chain.verified == (2 + matched if matched else None)
     t = 2 + matched
     right = at.sums(0.5 - 0.5 * matched)
     line = at.step(t, checksums=right | {odd: f"{int(right[odd], 16) ^ 1:016x}"})
@@ -80,7 +81,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
     )
     assert at.lost == [f"tensor {odd!r} of iteration {t} differs from the trainer's"]
     assert at.session.next is None and (at.session.replica is None) == (not matched)
-    assert at.session.serves == at.session.published == (t - 1 if matched else -1), "what was verified stays"
+    assert at.session.serves == at.follower.published == (t - 1 if matched else -1), "what was verified stays"
     assert at.step(t + 1, checksums=at.sums(-0.5 * matched)).published is False
     assert at.ended[-1] == (t + 1, False, ["previous"]) and len(at.lost) == 1
 
@@ -103,11 +104,11 @@ def test_a_new_state_after_divergence_begins_unverified(live, tmp_path) -> None:
     at = live(first=5, folder=tmp_path)
     at.state(2)
     assert at.step(2, checksums=at.sums(0.5)).status == "verified"
-    assert at.session.serves == 7 and at.session.published == 2  # as the trainer counts, and as the manifest does
+    assert at.session.serves == 7 and at.follower.published == 2  # as the trainer counts, and as the manifest does
     at.step(3, checksums=at.sums(0.5))
     assert at.lost == ["tensor 'layer0.weight' of iteration 8 differs from the trainer's"]
     at.state(4, 7.0)
-    assert (at.session.status, at.session.verified, at.session.serves) == ("unverified", None, 8)
+    assert (at.chain.status, at.chain.verified, at.session.serves) == ("unverified", None, 8)
     assert at.step(4).status == "unverified" and at.values() == alike(6.5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2.replica", "4.replica"]
 
@@ -125,7 +126,7 @@ def test_what_is_followed_is_said_of_each_version(live, tmp_path) -> None:
         assert reader.statuses == {4: "follows 3", 5: "verified"}, "what was made since 5 may be wrong"
         assert (at.session.serves, at.withdrawn) == (4, [False])
     at.state(7, 3.0)
-    assert (at.session.status, at.step(7).status, at.session.serves) == ("unverified", "unverified", 7)
+    assert (at.chain.status, at.step(7).status, at.session.serves) == ("unverified", "unverified", 7)
 
 
 class Gate:
@@ -186,14 +187,14 @@ def test_the_end_waits_for_the_comparison(live, right: bool) -> None:
     assert at.closed == []
     at.finish()
     assert not gate.open and [one.published for one in at.closed] == [right, right]
-    assert at.session.status == ("verified" if right else "diverged")
+    assert at.chain.status == ("verified" if right else "diverged")
 
 
 def test_a_new_state_is_taken_after_the_comparison_was_heeded(live) -> None:
     at = live()
     gated(at)
     at.state(3, 7.0)
-    assert at.ended == [(2, True, [])] and at.session.next == 3 and at.session.status == "unverified"
+    assert at.ended == [(2, True, [])] and at.session.next == 3 and at.chain.status == "unverified"
     assert at.values() == alike(7.0)
 
 
@@ -259,7 +260,7 @@ def test_records_more_than_256_ahead_are_not_kept_and_that_is_said_once(live) ->
 
 def test_records_with_buffers_are_kept_as_far_ahead_as_memory_allows(live, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many a rank sends; but for those of iterations that have an arena."""
-    monkeypatch.setattr(flowcheck.rebuild.version.follower, "RECORDS_BYTES", 1000)
+    monkeypatch.setattr(flowcheck.rebuild.version.trainers, "RECORDS_BYTES", 1000)
     at, buffers = live(), {"b": torch.zeros(25)}  # 100 bytes
     at.state(2)
     assert at.record(12, buffers=buffers) == "" and at.waiting == []
@@ -294,7 +295,7 @@ def test_a_record_of_a_closed_iteration_is_held_against_what_was_built_with(live
     at.step(3)
     assert at.record(3, 1) == at.record(2, 1) == ""
     assert at.record(3, 1, groups=[{"lr": 9.0}]) == "" and at.step(4).published is False
-    assert at.session.next is None and len(at.session.records) == 0
+    assert at.session.next is None and len(at.follower.records) == 0
 
 
 @pytest.mark.parametrize("other", [
@@ -310,7 +311,7 @@ def test_when_two_ranks_disagree_neither_is_believed(live, other: dict[str, Any]
     assert at.record(2, 2, **same) == ""
     at.traffic(2)
     at.poll()
-    assert at.ended == [(2, False, ["step_record"])] and at.session.status == "lost"
+    assert at.ended == [(2, False, ["step_record"])] and at.chain.status == "lost"
     assert at.lost == ["iteration 7 is not published: step_record: the manifest declares per-step values and their"
                        " record is not here"]
 
@@ -505,7 +506,7 @@ def test_a_state_that_is_too_late_is_refused(live) -> None:
         with pytest.raises(UserError) as refused:
             at.state(t)
         assert refused.value.what == why
-        assert (at.session.next, at.session.replica, at.session.status) == (None, None, "waiting")
+        assert (at.session.next, at.session.replica, at.chain.status) == (None, None, "waiting")
     at.traffic(4)
     at.poll()
     assert [t for t, _, _ in at.ended] == [2, 3, 4]  # and what was announced is no longer waited for
@@ -553,7 +554,7 @@ def test_a_state_replaces_the_replica(live, tmp_path) -> None:
     first = at.session.replica
     at.state(4, 3.0)
     assert at.session.replica is not first
-    assert (at.session.status, at.session.next, at.session.serves) == ("unverified", 4, 3)
+    assert (at.chain.status, at.session.next, at.session.serves) == ("unverified", 4, 3)
     at.step(3)
     assert at.ended[-1] == (3, False, ["previous"]) and at.lost == []
     assert at.step(4).published and at.values() == alike(2.5)
@@ -580,7 +581,7 @@ def test_nothing_is_built_after_an_iteration_with_gaps(live) -> None:
     at.poll()
     assert [(t, published) for t, published, _ in at.ended] == [(2, True)] + [(t, False) for t in (3, 4, 5, 6, 7)]
     assert at.ended[1][2] == ["covered"] and at.ended[2][2] == ["previous"]
-    assert at.closed[1].missing == {"lost": 52} and at.session.status == "lost"  # 8 of 40 and 20 are there
+    assert at.closed[1].missing == {"lost": 52} and at.chain.status == "lost"  # 8 of 40 and 20 are there
     assert len(at.lost) == 1 and at.lost[0].startswith("iteration 8 is not published: covered: bucket 0: 8 of 40")
     assert at.session.serves == 7 and at.values() == alike(0.5)
     at.state(8)
@@ -629,7 +630,7 @@ def test_iterations_that_passed_unseen_end_the_chain(live) -> None:
     at.traffic(2000)
     at.poll()
     assert at.lost == ["iterations 8 to 2000 passed while no packet came"]  # the last four are judged one by one
-    assert at.session.next is None and at.session.status == "lost" and at.session.serves == 7
+    assert at.session.next is None and at.chain.status == "lost" and at.session.serves == 7
 
 
 def test_packets_that_begin_after_the_state_end_the_chain_for_that_reason(live) -> None:
@@ -746,8 +747,8 @@ def test_a_node_that_is_behind_is_not_a_silent_mirror(live, progress: str) -> No
         elif progress == "placed":
             at.engine.counts[0]["placed"] = (t, 1)
         else:
-            at.session.scheduler._blocked = [True]
-        at.take(at.session._silence.look(at.session.scheduler.blocked))
+            at.session.arenas.scheduler._blocked = [True]
+        at.take(at.session._silence.look(at.session.arenas.scheduler.blocked))
     assert at.silent == []
     at.take(at.session._silence.look(False))
     at.now += 3
@@ -758,11 +759,11 @@ def test_a_node_that_is_behind_is_not_a_silent_mirror(live, progress: str) -> No
 @pytest.mark.parametrize(("last", "lost"), [(8, 0), (9, 1), (10, 1)])
 def test_iterations_that_passed_unseen_before_a_state_are_none_of_ours(live, last: int, lost: int) -> None:
     at = live()
-    at.take(at.session._skip(3, last))
+    at.take(at.follower._skip(3, last))
     at.state(9)
-    at.take(at.session._skip(3, last))
+    at.take(at.follower._skip(3, last))
     assert len(at.lost) == lost and (at.session.next is None) == bool(lost)
-    at.take(at.session._skip(3, last))
+    at.take(at.follower._skip(3, last))
     assert len(at.lost) == lost  # once
 
 

@@ -13,7 +13,7 @@ from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.checks import check_gathered, check_job, check_memory, split, union
 from flowcheck.node.ports.counts import grown
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.version.replica import replica_bytes
+from flowcheck.rebuild.version.recipe import replica_bytes
 from lab.synth import example_job, sharded_job
 
 

@@ -47,6 +47,12 @@ class Asking(Scene):
         self.session.patch(rank, answer, tensors)
 
 
+def ranges(partial: Any, awaited: int | None, given_up: bool = False) -> Any:
+    """Of a RangeRepair what is looked at."""
+    follower = SimpleNamespace(chain=SimpleNamespace(next=awaited), clock=Clock(100))
+    return SimpleNamespace(partial=partial, given_up=given_up, follower=follower)
+
+
 @pytest.mark.parametrize("first", [0, 100])
 def test_a_hole_is_asked_for_and_healed(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     """Iterations of messages are the trainer's, who may count from another one."""
@@ -94,7 +100,7 @@ def test_who_cannot_give_it_is_not_asked_again_and_a_state_is(monkeypatch: pytes
     at.session.patch(0, Patch(at.told(0)[0].request, 0, refused="exp_avg is not all on this rank"), {})
     at.poll()
     assert at.lost == ["the state of single elements cannot be had: exp_avg is not all on this rank"]
-    assert at.session.partial is None and at.session.next is None
+    assert at.joining.ranges.given_up and at.session.next is None
     at.give(0, 3, 0.0)  # too late, and of no use
 
 
@@ -175,8 +181,8 @@ def test_nothing_is_asked_where_no_iteration_is_next(monkeypatch: pytest.MonkeyP
     at = Asking(monkeypatch, holes={2: HOLE})
     at.go(2)
     at.session.patch(0, Patch(at.told(0)[0].request, 0, refused="exp_avg is not all on this rank"), {})
-    for session in (SimpleNamespace(partial=at.partial, next=None), SimpleNamespace(partial=None, next=3)):
-        assert list(at.resync.look(session)) == []  # type: ignore[arg-type]
+    for given_up, awaited in ((False, None), (True, 3)):
+        assert list(at.resync.look(ranges(at.partial, awaited, given_up))) == []
     assert at.resync.by_ranges and len(at.told(0)) == 1
 
 
@@ -184,11 +190,11 @@ def test_nothing_is_asked_where_no_iteration_is_next(monkeypatch: pytest.MonkeyP
 def test_an_answer_is_of_use_from_the_next_iteration_on(following: int | None, first: int) -> None:
     job = example_job(count=[40, 20], startup=False)
     taken: list[Any] = []
-    session = SimpleNamespace(partial=SimpleNamespace(take=lambda *given: taken.append(given)), clock=Clock(100),
-                              next=following)
+    partial = SimpleNamespace(take=lambda *given: taken.append(given))
     parameters, states = torch.ones(2), torch.zeros(2)
     Resync(ReplicaSettings(), plan_job(job), dict).take(
-        session, 1, Patch(5, 109, [("w", 3, 2)]), {"model.w": parameters, "state.w.exp_avg": states})  # type: ignore[arg-type]
+        ranges(partial, following), 1, Patch(5, 109, [("w", 3, 2)]),
+        {"model.w": parameters, "state.w.exp_avg": states})
     [(patch, since)] = taken
     assert (patch.rank, patch.request, patch.iteration, patch.ranges, since) == (1, 5, 9, (("w", 3, 2),), first)
     assert patch.parameters["w"] is parameters and patch.state["w"]["exp_avg"] is states

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-import flowcheck.rebuild.version.follower
+import flowcheck.rebuild.iteration.wire_arenas
 from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.control.protocol import Refused
 from flowcheck.errors import UserError
@@ -120,7 +120,7 @@ class Scene:
         ((settings, plan),) = unattended_jobs(self.config)
         self.plan, self.engines = plan, list[FakeEngine]()
         self.source = FakeSource(open=True)
-        patch.setattr(flowcheck.rebuild.version.follower, "Engine", self._engine)
+        patch.setattr(flowcheck.rebuild.iteration.wire_arenas, "Engine", self._engine)
         patch.setattr(LiveSession, "place_in_threads", lambda session, placers: None)  # no threads: `turn` places
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.port = FakePort([self.source])

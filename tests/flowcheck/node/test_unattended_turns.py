@@ -20,6 +20,7 @@ from flowcheck.node.groups.unattended import LOOK_SECONDS, SILENT_SECONDS, UNCON
 from flowcheck.node.versions.output import Hashes
 from flowcheck.rebuild.iteration.sharded import Gathered
 from flowcheck.rebuild.version.events import Event, GivenUp
+from flowcheck.rebuild.version.policy import Policy
 
 from ..fake_engine import Packet, whole
 from ..hand_node import LONGEST
@@ -69,8 +70,7 @@ def test_what_is_said_when_a_job_is_joined(scene: Callable[..., Scene]) -> None:
         "name": "fsdp", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": len(at.plan.job.flows),
         "resync": "none: parameters alone, by AllGather", "manifest": str(at.folder / "job.json")})]
     session = at.one.session
-    assert session is not None and not session.policy.trainers and session.policy.record_seconds == 0.0
-    assert session._slots == at.config.replica.slots and session._threads == 0
+    assert session is not None and session.follower.policy == Policy.unattended()
     assert session.clock.number(0) == at.config.follow[0].iteration, "its iterations have the trainer's numbers"
 
 

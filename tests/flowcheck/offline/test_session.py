@@ -7,7 +7,6 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -334,13 +333,12 @@ def test_iterations_that_passed_unseen_break_the_chain(begin: Begin) -> None:
     assert replayed.clauses() == [[], ["previous"]]
 
 
-def test_the_state_of_each_capture_is_judged(begin: Begin) -> None:
+def test_the_state_of_each_capture_is_judged(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     replayed = begin(streams=3)
     asked = []
-    replayed.session.follower.scheduler = SimpleNamespace(  # type: ignore[assignment]
-        state=lambda stream, iteration: asked.append((stream, iteration)) or ["past", "behind", "ended"][stream],
-        final=lambda iteration: "arena_needed",
-    )
+    monkeypatch.setattr(
+        replayed.session.arenas.scheduler, "state",
+        lambda stream, iteration: asked.append((stream, iteration)) or ["past", "behind", "ended"][stream])
     replayed.close(0)
     (_, reason), = replayed.session.report.iterations[0].verdict.failing
     assert reason == "b.pcapng is behind" and asked == [(0, 0), (1, 0), (2, 0)]

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
-import flowcheck.rebuild.version.follower
+import flowcheck.rebuild.iteration.wire_arenas
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
+from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.version.chain import VersionChain
 from flowcheck.rebuild.version.events import Closed, Event, Lost, Skipped, Waiting
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.policy import Policy
@@ -43,7 +45,7 @@ class FakeReplica:
         self.matches: list[int] = []
         self.heard_of = 0
 
-    def learn(self, engine: Any) -> None:
+    def learn(self, first_weights: Any) -> None:
         self.ready = self._weights is not None
 
     def heard(self, step: int) -> None:
@@ -94,12 +96,11 @@ class FakeReplica:
 
 class Followed:
     """A follower, and its events in order as `said`: "closed 2", "not 3", "lost", "skipped 4-9", "waiting 2". now:
-    seconds of its clock. ns: that of the sources' time stamps. when: called with each event.
-    kind: of follower."""
+    seconds of its clock. ns: that of the sources' time stamps. when: called with each event."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, policy: Policy, *sources: FakeSource, job: Job | None = None, arenas: int = 2,
-        replica: FakeReplica | None = None, first: int = 0, kind: Callable[..., Any] = Follower,
+        replica: FakeReplica | None = None, first: int = 0,
     ) -> None:
         self.job, self.now, self.ns = job or example_job(count=[24, 9], startup=False), 1000.0, 0
         if job is None and policy.trainers:
@@ -107,14 +108,19 @@ class Followed:
         plan = plan_job(self.job, streams=len(sources), arenas=arenas)
         self.engine = FakeEngine(plan.engine, sources)
         self.engine.begins_here = not policy.trainers
-        patch.setattr(flowcheck.rebuild.version.follower, "Engine", lambda config: self.engine)
+        patch.setattr(flowcheck.rebuild.iteration.wire_arenas, "Engine", lambda config: self.engine)
         self.replica = replica
         names = [f"source {i}" for i in range(len(sources))]
-        self.follower = kind(
-            plan, sources, names, policy, replica, Clock(first), lambda: self.now, stamp=lambda: self.ns)
+        self.arenas = WireArenas(plan, sources, names, sources_wait=policy.sources_wait)
+        self.follower = Follower(
+            plan, self.arenas, policy, replica, Clock(first), lambda: self.now, stamp=lambda: self.ns)  # type: ignore[arg-type]
         self.said: list[str] = []
         self.events: list[Event] = []
         self.when: Callable[[Event], object] = lambda event: None
+
+    @property
+    def chain(self) -> VersionChain:
+        return self.follower.chain
 
     def take(self, events: Any) -> None:
         for event in events:

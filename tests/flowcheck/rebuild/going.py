@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 
 from flowcheck.job.model import ModelEntry
-from flowcheck.rebuild.version.going_on import PartialFollower
+from flowcheck.rebuild.version.joining import Joining
+from flowcheck.rebuild.version.peer_repair import PeerRepair
 from flowcheck.rebuild.version.policy import Policy
+from flowcheck.rebuild.version.range_repair import RangeRepair
 from lab.synth import example_job
 from updater.errors import ReplicaError
 
@@ -41,7 +42,7 @@ class LeapingReplica(FakeReplica):
         return "a slot"
 
     def received(self, optimizer: Any, apart: Any, source: str) -> None:
-        self.calls.append(f"received of {source}")
+        self.calls.append(f"received {source}")
         self.building = False
 
     def discard(self) -> None:
@@ -60,17 +61,32 @@ class Going(Followed):
         job = example_job(count=[24, 9], startup=False)
         job.step_values = ["lr"]
         job.model += [ModelEntry("fixed", [2], kind="constant"), ModelEntry("mean", [3], kind="buffer")]
-        super().__init__(patch, Policy.live(10.0), *sources, job=job,
-                         kind=partial(PartialFollower, patched=patched), **options)
+        super().__init__(patch, Policy.live(10.0), *sources, job=job, **options)
+        peers = PeerRepair(self.follower, self.arenas, None)
+        self.ranges = RangeRepair(self.follower)
+        self.joining = Joining(self.follower, self.ranges, peers)
+        self.follower.repairs += [self.ranges, peers]
+        if not patched:
+            self.take(self.ranges.give_up("by state"))
 
     @property
-    def going(self) -> Any:
-        return self.follower
+    def next(self) -> int | None:
+        return self.chain.next
+
+    @property
+    def elements(self) -> int:
+        """That are stale."""
+        return self.ranges.partial.elements
 
     def begin(self, step: int, *, serves: bool = True, **options: Any) -> tuple[LeapingReplica, list[Any]]:
-        replica = LeapingReplica(step)
+        replica: Any = LeapingReplica(step)
         replica.serves = serves
-        return replica, self.going.begin_from(replica, **options)
+        return replica, self.joining.begin_from(replica, **options)
+
+    def record(self, *iterations: int, **fields: Any) -> None:
+        for iteration in iterations:
+            self.take(self.joining.record(iteration, 0))
+            super().record(iteration, **fields)
 
     def state(self, iteration: int) -> LeapingReplica:
         replica = LeapingReplica(self.follower.clock.before(iteration))

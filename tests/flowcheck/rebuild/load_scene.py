@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import flowcheck.rebuild.version.follower
+import flowcheck.rebuild.iteration.wire_arenas
 from flowcheck.job.clock import Clock
 from flowcheck.node.groups.session import LiveSession
 from flowcheck.rebuild.plan import plan_job
@@ -63,7 +63,7 @@ class Loaded:
         self.source.room, self.room = room, room
         self.engine = FakeEngine(plan.engine, [self.source])
         self.engine.begins_here = True
-        patch.setattr(flowcheck.rebuild.version.follower, "Engine", lambda config: self.engine)
+        patch.setattr(flowcheck.rebuild.iteration.wire_arenas, "Engine", lambda config: self.engine)
         self.now, self.work, self.dropped = 10**18, work, 0
         self.session = LiveSession(
             plan, [self.source], Clock(0), slots=3, threads=0, record_seconds=10.0, now=lambda: self.now / 1e9,
@@ -76,7 +76,7 @@ class Loaded:
     def begin(self, iteration: int) -> None:
         """A state before this iteration is here."""
         fresh = SlowReplica(iteration, lambda: self.now, lambda: self.work * TICK)
-        self.session.start(fresh, iteration)  # type: ignore[arg-type]
+        self.session.follower.start(fresh, iteration)  # type: ignore[arg-type]
         self.events.append(None)
 
     def tick(self, ticks: int = 1) -> None:
@@ -98,7 +98,7 @@ class Loaded:
                         past = t + (sent == PACKETS)
                         self.source.packets.append(Packet(t, past, place, self.now))
                 if turn == period:
-                    self.events += self.session.keep_record(t, StepRecord(), 0)
+                    self.events += self.session.follower.keep_record(t, StepRecord(), 0)
                 self.tick()
             self.iteration += 1
 

@@ -1,6 +1,7 @@
 """Which connection carries which elements, and which parameters a broadcast brought: by the real engine."""
 
 import functools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from parser.machine import Engine
 
 from flowcheck.rebuild.iteration import evidence
 from flowcheck.rebuild.iteration.evidence import bucket_coverage, parameter_bytes
+from flowcheck.rebuild.iteration.first_weights import first_weights
 from flowcheck.rebuild.iteration.intervals import intervals, total
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.version.replica import JobReplica
@@ -153,7 +155,7 @@ def test_a_broadcast_without_its_last_packet_brings_no_weights(elements: int) ->
         for at, (_, frame) in enumerate(made.packets):
             if at not in gone:
                 assert engine.feed(0, frame)
-        replica.learn(engine)
+        replica.learn(partial(first_weights, plan, engine))
         absent = f"no initial weights: no --init, and {name!r} is in no complete broadcast"
         assert (replica.ready, replica.absent) == ((False, absent) if gone else (True, ""))
 

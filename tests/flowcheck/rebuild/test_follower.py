@@ -52,7 +52,7 @@ def test_a_version_that_is_wrong_is_lost_before_its_iteration_is_told(live, how:
     replica.differs, replica.broken = "layer0.weight", {2} if how != "differs" else set()
     at.record(2, checksums={"layer0.weight": "0" * 16})
     assert at.look() + at.look() == ["lost", "not 2"]
-    assert (at.follower.replica is None) == (how == "differs") and replica.step == 2
+    assert (at.chain.replica is None) == (how == "differs") and replica.step == 2
     assert ("discard" in replica.calls) == ("close" in replica.calls) == (how == "differs")
 
 
@@ -64,7 +64,7 @@ def test_only_a_version_that_was_compared_is_marked_verified(live) -> None:
     assert at.look() + at.look() == ["closed 2", "closed 3", "closed 4"]
     assert replica.marks == [False, True, False]
     assert replica.said == ["unverified", "verified", "follows 4"]  # to those who read it in shared memory
-    assert replica.matches == [0, 1, 1] and at.follower.matches == 1
+    assert replica.matches == [0, 1, 1] and at.chain.matches == 1
 
 
 def test_captures_alone_verify_nothing(offline) -> None:
@@ -72,7 +72,7 @@ def test_captures_alone_verify_nothing(offline) -> None:
     at.take(at.follower.run())
     assert at.said == ["closed 0", "closed 1"]
     assert at.replica.said == ["unverified", "unverified"] and at.replica.marks == [False, False]
-    assert at.replica.matches == [0, 0] and at.follower.matches == 0
+    assert at.replica.matches == [0, 0] and at.chain.matches == 0
 
 
 def test_what_is_missing_at_the_end_is_final_because_it_ends(live) -> None:
@@ -112,7 +112,7 @@ def test_an_outage_is_said_before_the_chain_is_lost(live) -> None:
     assert at.look() == ["closed 2"] and at.look() == []  # a record of 3 may come
     at.now += 60
     assert at.look() == ["waiting 3", "skipped 3-2997", "lost", "not 2998"]
-    assert at.look() == [] and at.follower.next is None
+    assert at.look() == [] and at.chain.next is None
 
 
 def test_an_outage_that_ends_before_the_state_loses_nothing(live) -> None:
@@ -125,7 +125,7 @@ def test_an_outage_that_ends_before_the_state_loses_nothing(live) -> None:
     at.look()
     at.start(2999)
     at.engine.sources[0].packets += whole(3000)
-    assert at.look()[0] == "skipped 3-2997" and "lost" not in at.said and at.follower.next == 2999
+    assert at.look()[0] == "skipped 3-2997" and "lost" not in at.said and at.chain.next == 2999
 
 
 def test_who_stops_listening_in_the_middle_has_lost_no_arena(offline) -> None:
@@ -148,11 +148,11 @@ def test_it_rests_only_while_nothing_happens(live, monkeypatch) -> None:
     """Four looks: packets come, nothing, an iteration closes, the port ends."""
     one, naps = port(0), []
     at = live(one)
-    at.follower.announce(0)
+    at.follower.trainers.announce(0)
 
     def sleep(seconds: float) -> None:
         naps.append((sum(isinstance(event, Read) for event in at.events), seconds))
-        at.follower.withdraw()
+        at.follower.trainers.withdraw()
 
     at.when = lambda event: one.end() if isinstance(event, Closed) else None
     monkeypatch.setattr(flowcheck.rebuild.version.follower.time, "sleep", sleep)
@@ -194,10 +194,10 @@ def test_what_threads_place_is_no_reason_to_look_again_at_once(live) -> None:
 
     at = live(port(2))
     at.look()
-    at.follower.place_in_threads(Placing())
-    assert at.look() == [] and at.follower.scheduler.consumed >= 0
+    at.arenas.place_in_threads(Placing())
+    assert at.look() == [] and at.arenas.consumed >= 0
     assert not at.follower.moved
-    at.follower.leave_threads()
+    at.arenas.stop()
     at.engine.sources[0].packets += port(2).packets
     at.look()
     assert at.follower.moved, "and here more may lie in the ring"
@@ -205,16 +205,16 @@ def test_what_threads_place_is_no_reason_to_look_again_at_once(live) -> None:
 
 def test_threads_place_until_they_are_left(live) -> None:
     at, threads = live(port(2)), Threads()
-    at.follower.place_in_threads(threads)
+    at.arenas.place_in_threads(threads)
     assert (threads.engine, threads.said) == (at.engine, ["attach"])
     assert at.look() == [] and at.engine.runs == [], "the ring is theirs"
-    at.follower.leave_threads()
-    at.follower.leave_threads()
+    at.arenas.stop()
+    at.arenas.stop()
     assert threads.said == ["attach", "leave"]
     assert at.look() == ["not 2"], "and here is read what they left"
     for end in (lambda: at.take(at.follower.finish()), at.follower.close):
         threads = Threads()
-        at.follower.place_in_threads(threads)
+        at.arenas.place_in_threads(threads)
         end()
         end()
         assert threads.said == ["attach", "leave"]
@@ -334,17 +334,17 @@ def test_every_iteration_closes_once_and_in_order(scripts, arenas, records, star
         if starts is not None:
             at.start(starts)
         if announced is not None:
-            at.follower.announce(announced)
+            at.follower.trainers.announce(announced)
         at.record(*sorted(records))
         for turn in range(200):
             at.take(at.follower.poll())
             at.now += 2
             if turn == 50:
-                at.follower.withdraw()
+                at.follower.trainers.withdraw()
             if turn == 100:
                 for source in sources:
                     source.end()
-        assert at.follower.scheduler.consumed == total
+        assert at.arenas.consumed == total
         at.take(at.follower.finish())
     closed = [event.iteration for event in at.events if isinstance(event, Closed)]
     said = [(event.first, event.last) for event in at.events if isinstance(event, Skipped)]

@@ -30,7 +30,7 @@ def without_values() -> Any:
 def test_before_anything_has_come_nothing_was_done(live) -> None:
     at = live(port())
     one = at.follower
-    assert (one.next, one.status, one.verified, one.matches) == (None, "waiting", None, 0)
+    assert (at.chain.next, at.chain.status, at.chain.verified, at.chain.matches) == (None, "waiting", None, 0)
     assert (one.first_iteration, one.moved, one.closing_seconds, one.published) == (-1, False, 0.0, -1)
     assert at.look() == [] and not one.moved and one.closing_seconds == 0
 
@@ -131,9 +131,9 @@ def test_a_state_takes_the_place_of_what_was_there(live) -> None:
     at.look()
     other = at.start(5)
     assert one.calls == ["begin 2", "bucket 0", "discard", "close"] and other.calls == []
-    assert (at.follower.next, at.follower.replica, at.follower.status) == (5, other, "unverified")
+    assert (at.chain.next, at.chain.replica, at.chain.status) == (5, other, "unverified")
     at.follower.start(other, 6)  # type: ignore[arg-type]
-    assert other.calls == [] and at.follower.next == 6
+    assert other.calls == [] and at.chain.next == 6
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -153,7 +153,7 @@ def test_what_was_served_and_is_wrong_is_withdrawn(live, serves: bool) -> None:
     at.record(2, checksums=SUMS)
     assert at.look() + at.look() == ["lost", "not 2"]
     (lost,) = (event for event in at.events if isinstance(event, Lost))
-    assert (lost.withdrawn, lost.diverged) == (serves, 3) and at.follower.matches == 0
+    assert (lost.withdrawn, lost.diverged) == (serves, 3) and at.chain.matches == 0
 
 
 def test_what_was_verified_is_served_on(live) -> None:
@@ -164,7 +164,7 @@ def test_what_was_verified_is_served_on(live) -> None:
     assert at.look() + at.look() + at.look() == ["closed 2", "lost", "not 3"]
     (lost,) = (event for event in at.events if isinstance(event, Lost))
     assert (lost.withdrawn, lost.diverged) == (False, 4) and replica.calls[-2:] == ["discard", "withdraw"]
-    assert at.follower.replica is replica and (at.follower.next, at.follower.verified) == (None, None)
+    assert at.chain.replica is replica and (at.chain.next, at.chain.verified) == (None, None)
 
 
 def test_what_is_lost_withdraws_nothing(live) -> None:
@@ -173,8 +173,8 @@ def test_what_is_lost_withdraws_nothing(live) -> None:
     at.record(2)
     assert at.look()[:2] == ["not 2", "lost"]
     (lost,) = (event for event in at.events if isinstance(event, Lost))
-    assert not lost.withdrawn and at.follower.replica is replica and "close" not in replica.calls
-    assert (at.follower.status, at.follower.next) == ("lost", None)
+    assert not lost.withdrawn and at.chain.replica is replica and "close" not in replica.calls
+    assert (at.chain.status, at.chain.next) == ("lost", None)
 
 
 def test_what_had_matched_counts_no_more_once_something_differs(live) -> None:
@@ -183,7 +183,7 @@ def test_what_had_matched_counts_no_more_once_something_differs(live) -> None:
     at.record(2, 3, checksums=SUMS)
     at.when = lambda event: setattr(replica, "differs", "layer0.weight")
     assert at.look() + at.look() + at.look() == ["closed 2", "lost", "not 3"]
-    assert replica.matches == [1] and (at.follower.matches, at.follower.status) == (0, "diverged")
+    assert replica.matches == [1] and (at.chain.matches, at.chain.status) == (0, "diverged")
 
 
 @pytest.mark.parametrize(("serves", "published"), [(True, 2), (False, -1)])

@@ -13,12 +13,10 @@ import pytest
 
 from flowcheck.rebuild.version.events import Begun, Held, Lost, Patched, Waiting
 from flowcheck.rebuild.version.follower import NO_ROOM
-from flowcheck.rebuild.version.going_on import PartialFollower
-from flowcheck.rebuild.version.policy import Policy
 from updater.errors import NoFreeSlot
 
 from ..fake_engine import FakeSource, Packet, whole
-from .followed import Followed, port
+from .followed import port
 from .going import OPTIMIZED, OTHERS, Going, LeapingReplica
 
 
@@ -35,19 +33,19 @@ def test_a_job_is_begun_with_the_first_record(live, serves: bool, stale: int) ->
     """Where a version of the job is served its constants are there, and its buffers."""
     at = live(port(), first=5)
     replica, begun = at.begin(9, serves=serves)
-    assert begun == [] and at.going.next is None and at.going.emptied == 0
+    assert begun == [] and at.next is None and at.ranges.emptied == 0
     at.record(3)
     assert at.of(Begun) == [Begun(3, stale)] and replica.calls == ["leap 8"]
-    assert (at.going.next, at.going.emptied, at.going.partial.elements) == (3, 1, stale)
+    assert (at.next, at.ranges.emptied, at.elements) == (3, 1, stale)
     at.record(4)
-    assert len(at.of(Begun)) == 1 and at.going.emptied == 1
+    assert len(at.of(Begun)) == 1 and at.ranges.emptied == 1
 
 
 def test_or_with_those_that_are_here_without_a_gap(live) -> None:
     at = live(port())
     at.record(2, 4, 5)
     replica, begun = at.begin(1)
-    assert begun == [Begun(4, OPTIMIZED)] and at.going.next == 4 and replica.calls == ["leap 4"]
+    assert begun == [Begun(4, OPTIMIZED)] and at.next == 4 and replica.calls == ["leap 4"]
 
 
 def test_the_record_of_an_iteration_that_has_closed_begins_the_oldest_one(live) -> None:
@@ -63,10 +61,10 @@ def test_while_readers_pin_every_slot_a_later_record_begins_it(live) -> None:
     replica, _ = at.begin(1)
     replica.pinned = True
     at.record(2)
-    assert at.of(Begun) == [] and (at.going.next, at.going.emptied, replica.calls) == (None, 0, [])
+    assert at.of(Begun) == [] and (at.next, at.ranges.emptied, replica.calls) == (None, 0, [])
     replica.pinned = False
     at.record(3)
-    assert at.of(Begun) == [Begun(3, OPTIMIZED)] and at.going.emptied == 1
+    assert at.of(Begun) == [Begun(3, OPTIMIZED)] and at.ranges.emptied == 1
 
 
 @pytest.mark.parametrize(("whole_", "closed", "begun"), [
@@ -80,16 +78,16 @@ def test_what_an_earlier_process_left_is_gone_on_with_if_nothing_was_missed(
     at.look()
     assert at.engine.oldest == (closed + 1 if closed else 0)
     _, said = at.begin(2, whole=whole_)
-    assert said == begun and at.going.next == (2 if begun else None) and at.going.emptied == 0
-    assert at.going.partial.elements == 0
+    assert said == begun and at.next == (2 if begun else None) and at.ranges.emptied == 0
+    assert at.elements == 0
 
 
 def test_another_replica_is_closed_and_the_same_is_not(live) -> None:
     at = live(port())
     one, _ = at.begin(1)
     other, _ = at.begin(1)
-    assert one.calls == ["close"] and at.going.replica is other
-    at.going.begin_from(other)
+    assert one.calls == ["close"] and at.chain.replica is other
+    at.joining.begin_from(other)
     assert other.calls == []
 
 
@@ -104,7 +102,7 @@ def lossy(
     at.look()
     replica = at.state(2)
     replica.pinned, replica.ready = readers, ready
-    at.going.collector.refused = lambda disagreements: "no such job" if refuted else ""
+    at.arenas.collector.refused = lambda disagreements: "no such job" if refuted else ""
     at.now += 60
     at.look()
     at.now += 60
@@ -117,8 +115,8 @@ def test_what_was_lost_whole_is_leapt_over(live) -> None:
     (held,) = at.of(Held)
     assert (held.iteration, held.stale, held.all) == (2997, OPTIMIZED, True)
     assert held.why == "iterations 2 to 2997 passed while no packet came"
-    assert at.of(Lost) == [] and replica.calls[:1] == ["leap 2998"] and at.going.emptied == len(at.of(Held)) == 1
-    assert at.going.next is not None and at.going.next >= 2998 and at.going.partial.elements == OPTIMIZED
+    assert at.of(Lost) == [] and replica.calls[:1] == ["leap 2998"] and at.ranges.emptied == len(at.of(Held)) == 1
+    assert at.next is not None and at.next >= 2998 and at.elements == OPTIMIZED
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_where_no_leap_is_possible_the_chain_ends(live, options: dict[str, bool]
     at, replica = lossy(live, **options)
     assert at.of(Held) == [] and at.of(Lost)[0].why == "iterations 2 to 2997 passed while no packet came"
     assert not any(call.startswith("leap") for call in replica.calls)
-    assert (at.going.next, at.going.status, at.going.emptied) == (None, "lost", 0)
+    assert (at.next, at.chain.status, at.ranges.emptied) == (None, "lost", 0)
 
 
 def test_an_iteration_with_holes_is_built_and_held(live) -> None:
@@ -137,8 +135,8 @@ def test_an_iteration_with_holes_is_built_and_held(live) -> None:
     assert at.look()[:1] == ["not 2"]
     (held,) = at.of(Held)
     assert (held.iteration, held.all, held.why) == (2, False, "gradients were lost") and held.stale == 13
-    assert "hold" in replica.calls and at.of(Lost) == [] and at.going.next == 3 and at.going.emptied == 0
-    assert at.going.status == "unverified" and at.of(Patched) == []
+    assert "hold" in replica.calls and at.of(Lost) == [] and at.next == 3 and at.ranges.emptied == 0
+    assert at.chain.status == "unverified" and at.of(Patched) == []
 
 
 def test_one_element_is_enough_to_hold_a_version(live) -> None:
@@ -155,7 +153,7 @@ def test_what_is_patched_in_the_iteration_that_lacked_it_counts(live, monkeypatc
     at = live(FakeSource([Packet(2, past=3, cells=(0, 10)), *whole(3, 4)], open=True))
     at.state(2)
     at.record(2)
-    stale, patches = at.going.partial, [13]
+    stale, patches = at.ranges.partial, [13]
 
     def write(replica: Any, iteration: int) -> int:
         patched = patches.pop() if patches else 0
@@ -177,7 +175,7 @@ def test_each_iteration_waits_anew_for_ranks_that_were_asked(live) -> None:
     at.look()
     assert len(at.of(Held)) == 1
     for iteration in (3, 4):
-        assert at.going.partial.ask(1 << 20, (1,))
+        assert at.ranges.partial.ask(1 << 20, (1,))
         at.record(iteration)  # of rank 0 alone
         for seconds in (0.0, 6.0, 3.9):
             at.now += seconds
@@ -236,28 +234,28 @@ def test_without_a_version_there_is_nothing_to_build(live) -> None:
     assert at.look() == ["closed 2"] and replica.calls == []
 
 
-def test_versions_have_no_holes_unless_that_is_said(monkeypatch) -> None:
-    at = Followed(monkeypatch, Policy.live(10.0), port(), kind=PartialFollower)
-    assert at.follower.partial is None and at.follower._builder.partial is None
-    at = Going(monkeypatch, port())
-    assert at.going.partial is not None and at.going._builder.partial is at.going.partial
+def test_versions_have_no_holes_without_ranges(live) -> None:
+    at = live(FakeSource([Packet(2, past=3, cells=(0, 10)), *whole(3, 4)], open=True), patched=False)
+    at.state(2)
+    at.record(2)
+    assert at.look()[:2] == ["not 2", "lost"] and at.of(Held) == []
 
 
 def test_ranges_that_are_given_up_end_the_chain_if_something_is_stale(live) -> None:
     at, replica = lossy(live)
     at.events.clear()
-    at.take(at.going.give_up_ranges("no trainer can"))
-    assert at.of(Lost) == [Lost("no trainer can")] and at.going.partial is None and at.going.next is None
-    assert replica.calls[-1:] == ["abandon"] and at.going.replica is replica
+    at.take(at.ranges.give_up("no trainer can"))
+    assert at.of(Lost) == [Lost("no trainer can")] and at.ranges.given_up and at.next is None
+    assert replica.calls[-1:] == ["abandon"] and at.chain.replica is replica
     at = live(port())
     replica = at.state(2)
-    at.take(at.going.give_up_ranges("no trainer can"))
-    assert at.events == [] and at.going.partial is None and at.going.next == 2
+    at.take(at.ranges.give_up("no trainer can"))
+    assert at.events == [] and at.ranges.given_up and at.next == 2
 
 
 def test_what_never_had_a_version_is_closed_with_its_ranges(live) -> None:
     at = live(port())
     replica, _ = at.begin(0, serves=False)
     at.record(2)
-    at.take(at.going.give_up_ranges("no trainer can"))
-    assert replica.calls[-1] == "close" and at.going.replica is None and at.of(Lost) == [Lost("no trainer can")]
+    at.take(at.ranges.give_up("no trainer can"))
+    assert replica.calls[-1] == "close" and at.chain.replica is None and at.of(Lost) == [Lost("no trainer can")]

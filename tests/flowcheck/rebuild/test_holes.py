@@ -5,6 +5,7 @@ from parser.machine import NOTHING_SEEN, Engine
 
 from flowcheck.rebuild.iteration.holes import HoleWatch
 from flowcheck.rebuild.iteration.scheduler import ArenaScheduler
+from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.version.events import Closed, Event
 from flowcheck.rebuild.version.follower import Follower
@@ -130,17 +131,19 @@ def test_at_the_end_of_all_captures_what_is_open_ends() -> None:
 def followed(job, packets: list[Frame], *, at_once: int = 50) -> list[tuple[Closed, int]]:  # type: ignore[no-untyped-def]
     """Every iteration as it closed, and how many iterations had begun after it. The ring fills slowly."""
     ring, out = MemoryRing(), list[tuple[Closed, int]]()
-    follower = Follower(plan_job(job), [ring], ["a"], Policy.live(0.0))
+    plan = plan_job(job)
+    arenas = WireArenas(plan, [ring], ["a"])
+    follower = Follower(plan, arenas, Policy.live(0.0))
 
-    def heed(events: list[Event]) -> None:
-        out.extend((one, follower.engine.begun - one.iteration) for one in events if isinstance(one, Closed))
+    def note(events: list[Event]) -> None:
+        out.extend((one, arenas.begun - one.iteration) for one in events if isinstance(one, Closed))
 
     for start in range(0, len(packets), at_once):
         ring.put(packets[start : start + at_once])
-        heed(list(follower.poll()))
+        note(list(follower.poll()))
     ring.end()
-    heed(list(follower.poll()))
-    heed(list(follower.finish()))
+    note(list(follower.poll()))
+    note(list(follower.finish()))
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
+from flowcheck.rebuild.iteration.first_weights import first_weights
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import JobReplica
 from lab.synth import example_job
@@ -55,14 +57,14 @@ def test_a_replay_of_16_bit_parameters_is_unproven_unless_their_masters_are_said
 def test_masters_that_began_earlier_come_with_the_weights_or_are_refused(tmp_path: Path) -> None:
     plan = plan_job(job(dtype="bfloat16", masters="state"))
     with pytest.raises(UserError, match=r"no fp32 master of 'layer0.weight' came with the first weights"):
-        JobReplica(plan, None).learn(broadcast16(FakeEngine(plan.engine)))
+        JobReplica(plan, None).learn(partial(first_weights, plan, broadcast16(FakeEngine(plan.engine))))
     partly = masters()
     del partly["layer1.bias"]
     with pytest.raises(UserError, match=r"no fp32 master of 'layer1.bias'"):
         JobReplica(plan, None).start(narrow(), partly, 4)
     path = write_step(tmp_path, 4, narrow(), masters(), Meta())
     replica = JobReplica(plan, path)
-    replica.learn(broadcast16(FakeEngine(plan.engine)))
+    replica.learn(partial(first_weights, plan, broadcast16(FakeEngine(plan.engine))))
     with replica.pinned() as version:
         assert version.step == 4
         for name, state in masters().items():
@@ -72,7 +74,7 @@ def test_masters_that_began_earlier_come_with_the_weights_or_are_refused(tmp_pat
 def test_masters_that_begin_as_the_first_parameters_are_those_widened() -> None:
     plan = plan_job(job(dtype="bfloat16", masters="upcast"))
     replica = JobReplica(plan, None)
-    replica.learn(broadcast16(FakeEngine(plan.engine)))
+    replica.learn(partial(first_weights, plan, broadcast16(FakeEngine(plan.engine))))
     with replica.pinned() as version:
         assert all(version.masters[name].equal(tensor.float()) for name, tensor in narrow().items())
 

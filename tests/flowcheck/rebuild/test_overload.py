@@ -58,9 +58,9 @@ def test_one_late_version_is_told_and_is_over_after_some_that_are_on_time(loaded
 def test_a_late_record_is_named_and_not_the_node(loaded) -> None:
     at = loaded(work=0)
     at.come(2, period=10)
-    records, at.session.keep_record = at.session.keep_record, lambda *said: []
+    records, at.session.follower.keep_record = at.session.follower.keep_record, lambda *said: []
     at.come(2, period=10)
-    at.session.keep_record = records
+    at.session.follower.keep_record = records
     (behind,) = at.said(Behind)
     assert behind.stage == "record" and behind.iteration == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,10 @@ from flowcheck.control.checksum import checksum
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
+from flowcheck.rebuild.iteration.first_weights import first_weights
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions, replica_bytes
+from flowcheck.rebuild.version.recipe import replica_bytes
+from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from lab.synth import example_job
 from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
 from updater.reader import Reader
@@ -120,7 +123,7 @@ def test_without_an_optimizer_there_is_no_replica(tmp_path: Path) -> None:
     described.optimizer = None
     plan = plan_job(described)
     replica = JobReplica(plan, None)
-    replica.learn(broadcast(FakeEngine(plan.engine), weights()))
+    replica.learn(partial(first_weights, plan, broadcast(FakeEngine(plan.engine), weights())))
     assert (replica.absent, replica.ready, replica.step, replica.first_step) == (
         "the manifest names no optimizer", False, 0, 0
     )
@@ -155,10 +158,10 @@ def test_weights_come_from_a_complete_broadcast() -> None:
     plan = plan_job(job())
     replica = JobReplica(plan, None)
     assert not replica.ready and replica.absent == ""
-    replica.learn(broadcast(FakeEngine(plan.engine), weights()))
+    replica.learn(partial(first_weights, plan, broadcast(FakeEngine(plan.engine), weights())))
     assert replica.ready and (replica.step, replica.first_step, replica.absent) == (0, 0, "")
     assert same(parameters(replica), weights())
-    replica.learn(broadcast(FakeEngine(plan.engine), weights(100)))  # only once
+    replica.learn(partial(first_weights, plan, broadcast(FakeEngine(plan.engine), weights(100))))  # only once
     assert same(parameters(replica), weights())
 
 
@@ -170,7 +173,7 @@ def test_a_broadcast_with_a_gap_gives_no_weights(cell: int, name: str) -> None:
     engine = broadcast(FakeEngine(plan.engine), weights())
     engine.cells(None)[cell] = False
     replica = JobReplica(plan, None)
-    replica.learn(engine)
+    replica.learn(partial(first_weights, plan, engine))
     assert not replica.ready
     assert replica.absent == f"no initial weights: no --init, and '{name}' is in no complete broadcast"
     assert replica.unproven == []
@@ -182,23 +185,23 @@ def test_a_broadcast_whose_copies_differ_gives_no_weights(tmp_path: Path) -> Non
     engine = broadcast(FakeEngine(plan.engine), weights(50))
     engine.copied[None] = (1, 24, 132)
     replica = JobReplica(plan, None)
-    replica.learn(engine)
+    replica.learn(partial(first_weights, plan, engine))
     assert not replica.ready
     assert replica.absent == (
         "no initial weights: no --init, and copies of the broadcast parameters differ, first at byte 24"
     )
     given = JobReplica(plan, saved(tmp_path / "init.safetensors", weights(7)))
-    given.learn(engine)
+    given.learn(partial(first_weights, plan, engine))
     assert given.ready and same(parameters(given), weights(7))
 
 
 def test_a_job_without_a_broadcast_has_no_weights_but_those_given(tmp_path: Path) -> None:
     plan = plan_job(job(startup=False))
     replica = JobReplica(plan, None)
-    replica.learn(FakeEngine(plan.engine))
+    replica.learn(partial(first_weights, plan, FakeEngine(plan.engine)))
     assert replica.absent == "no initial weights: no --init, and 'layer0.weight' is in no complete broadcast"
     given = JobReplica(plan, saved(tmp_path / "init.safetensors", weights(7)))
-    given.learn(FakeEngine(plan.engine))
+    given.learn(partial(first_weights, plan, FakeEngine(plan.engine)))
     assert given.ready and given.absent == "" and same(parameters(given), weights(7))
 
 
@@ -208,7 +211,7 @@ def test_given_weights_must_be_those_of_the_broadcast_bit_for_bit(tmp_path: Path
     engine = broadcast(FakeEngine(plan.engine), sent)
     path = saved(tmp_path / "same.safetensors", sent)
     replica = JobReplica(plan, path)
-    replica.learn(engine)
+    replica.learn(partial(first_weights, plan, engine))
     assert replica.ready and (replica.step, replica.first_step) == (0, 0)
     for name, index, value in (("layer1.bias", 2, 0.5), ("layer1.weight", 4, -0.0)):
         other = {key: tensor.clone() for key, tensor in sent.items()}
@@ -216,7 +219,7 @@ def test_given_weights_must_be_those_of_the_broadcast_bit_for_bit(tmp_path: Path
         path = saved(tmp_path / f"{name}.safetensors", other)
         refused = JobReplica(plan, path)
         with pytest.raises(UserError) as error:
-            refused.learn(engine)
+            refused.learn(partial(first_weights, plan, engine))
         assert error.value.what == (
             f"tensor '{name}' differs from the parameters that rank 0 broadcast in the capture"
         )
@@ -229,7 +232,7 @@ def test_a_gap_in_the_broadcast_leaves_the_given_weights(tmp_path: Path) -> None
     engine = broadcast(FakeEngine(plan.engine), weights(50))
     engine.cells(None)[0] = False
     replica = JobReplica(plan, saved(tmp_path / "init.safetensors", weights(7)))
-    replica.learn(engine)
+    replica.learn(partial(first_weights, plan, engine))
     assert replica.ready and same(parameters(replica), weights(7))
 
 
@@ -244,7 +247,7 @@ def test_a_checkpoint_brings_its_step_and_the_optimizers_state(tmp_path: Path) -
     plan = plan_job(described)
     replica = JobReplica(plan, path)
     assert (replica.step, replica.first_step) == (0, 1)
-    replica.learn(FakeEngine(plan.engine))
+    replica.learn(partial(first_weights, plan, FakeEngine(plan.engine)))
     assert (replica.step, replica.first_step) == (1, 1)
     for each in (before, replica):
         each.build(1, gradients(each, 1, ones))
@@ -259,7 +262,7 @@ def test_tied_entries_share_what_was_broadcast() -> None:
     described.model.append(ModelEntry("head.weight", [2, 4], tied="layer0.weight"))
     plan = plan_job(described)
     replica = JobReplica(plan, None)
-    replica.learn(broadcast(FakeEngine(plan.engine), weights()))
+    replica.learn(partial(first_weights, plan, broadcast(FakeEngine(plan.engine), weights())))
     assert same(parameters(replica), {**weights(), "head.weight": weights()["layer0.weight"]})
     replica.build(0, gradients(replica, 0, weights()))
     replica.publish()

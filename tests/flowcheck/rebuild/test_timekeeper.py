@@ -17,10 +17,12 @@ class Watched:
 
     def __init__(self, *, records: bool = True, arenas: int = 4) -> None:
         self.spans: dict[int, tuple[int, int]] = {}
-        self.engine = SimpleNamespace(begun=-1, oldest=0, config=SimpleNamespace(arenas=arenas), times=self.times)
-        self.scheduler = SimpleNamespace(fill=0.0, room=0, consumed=0, take_highest=lambda: (5, 64))
+        self.arenas = SimpleNamespace(
+            begun=-1, oldest=0, capacity=arenas, times=self.times, fill=0.0, room=0, consumed=0,
+            take_highest=lambda: (5, 64),
+        )
         self.now = 0
-        self.keeper = Timekeeper(self.engine, self.scheduler, records=records, now=lambda: self.now)
+        self.keeper = Timekeeper(self.arenas, records=records, now=lambda: self.now)
 
     def times(self, iteration: int | None) -> tuple[int, int] | None:
         assert iteration is not None
@@ -28,13 +30,13 @@ class Watched:
 
     def come(self, iteration: int, first: int, last: int) -> None:
         """All packets of an iteration have."""
-        self.spans[iteration], self.engine.begun = (first, last), iteration
+        self.spans[iteration], self.arenas.begun = (first, last), iteration
 
     def end(self, iteration: int, now: int, *, published: bool = True) -> None:
         """It closes, and is published."""
         self.now = now
         self.keeper.ended(iteration, published=published)
-        self.engine.oldest = iteration + 1
+        self.arenas.oldest = iteration + 1
 
 
 def late(*iterations: int, by: int = 5, at: Watched | None = None) -> tuple[Watched, list]:
@@ -104,7 +106,7 @@ def test_an_iteration_that_only_announces_itself_is_not_the_next() -> None:
     at = Watched()
     at.come(0, 10, 20)
     at.end(0, 30)
-    at.engine.begun = 1
+    at.arenas.begun = 1
     at.spans[2] = (1, 2)
     (told,) = at.keeper.look(None)
     assert told.times.next is None
@@ -135,7 +137,7 @@ def test_no_more_are_kept_than_the_engine_knows() -> None:
 @pytest.mark.parametrize(("begun", "oldest", "most"), [(0, 0, 1), (2, 0, 3), (3, 0, 4), (9, 0, 4), (7, 6, 2)])
 def test_arenas_in_use_are_told_once(begun: int, oldest: int, most: int) -> None:
     at = Watched()
-    at.engine.begun, at.engine.oldest = begun, oldest
+    at.arenas.begun, at.arenas.oldest = begun, oldest
     at.keeper.look(None)
     at.end(0, 5)
     at.end(1, 6)
@@ -213,10 +215,10 @@ def test_one_late_one_begins_the_count_anew() -> None:
 
 def test_while_a_ring_is_half_full_it_is_not_on_time_again() -> None:
     at, _ = late(0)
-    at.scheduler.fill = 0.5
+    at.arenas.fill = 0.5
     _, events = late(*range(1, 2 + CALM), by=-20, at=at)
     assert not any(isinstance(event, OnTime) for event in events)
-    at.scheduler.fill = 0.49
+    at.arenas.fill = 0.49
     _, events = late(2 + CALM, by=-20, at=at)
     assert isinstance(events[0], OnTime)
 
@@ -237,7 +239,7 @@ def watched(first_next: int | None, now: int, fill: float = 0.0, *, at: Watched 
     at.come(0, 1, 10)
     if first_next is not None:
         at.come(1, first_next, first_next)
-    at.scheduler.fill, at.now = fill, now
+    at.arenas.fill, at.now = fill, now
     return at.keeper.look(0)
 
 
@@ -300,7 +302,7 @@ def test_the_forecast_is_said_again_only_when_half_of_it_is_left() -> None:
     said = []
     for late_now in (60, 180, 181, 200, 220, 221, 239, 240, 241, 260, 280, 299, 300, 400):
         at.now = at.spans[3][0] + late_now
-        at.engine.begun = 3
+        at.arenas.begun = 3
         said += [(late_now, event.left) for event in at.keeper.look(2)]
     assert said == [(60, 12), (180, 6), (240, 3), (280, 1), (300, 0)]
 
@@ -309,9 +311,9 @@ def test_rings_add_to_the_room_that_is_left() -> None:
     """64 packets of room, of which FULL are used, and 16 packets an iteration."""
     at = growing(60)
     at.keeper.begin()
-    at.scheduler.room = 64
+    at.arenas.room = 64
     for iteration, consumed in ((3, 100), (4, 116)):
-        at.scheduler.consumed = consumed
+        at.arenas.consumed = consumed
         late(iteration, by=60 + 20 * (iteration - 2), at=at)
     at.keeper.behind = False
     at.now = at.spans[5][0] + 100
