@@ -34,8 +34,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from flowcheck.ask.client import NodeClient, reader_key
 from flowcheck.checkpoint.copies import take_copy
-from flowcheck.control.ask import Node, reader_key
 from flowcheck.control.protocol import Link, RecordsError, accept
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
@@ -177,11 +177,11 @@ def measure(orders: Connection, folder: Path, options: Any) -> dict[str, dict[st
     ask("step")
     for turn in range(options.rounds):
         run = folder / "copies" / f"lane{turn}" / "run" / "epoch-0"
-        node = Node((host, int(port)), reader_key(TOKEN.encode()), seconds=60.0)
+        node = NodeClient((host, int(port)), reader_key(TOKEN.encode()), seconds=60.0)
         journal = Journal(run / "journal")
         reading = Reading(dial(tuple(control), None, 10.0), TOKEN.encode(), "", journal)
 
-        def copy(node: Node = node, run: Path = run) -> int:
+        def copy(node: NodeClient = node, run: Path = run) -> int:
             newest = max(node.offers(), key=lambda one: one.step)
             take_copy(node, newest, run)
             return newest.nbytes
@@ -196,7 +196,7 @@ def measure(orders: Connection, folder: Path, options: Any) -> dict[str, dict[st
                     pass  # which job it is, the first time
                 return reading.keep(entry)
 
-            def hashes(node: Node = node, journal: Journal = journal) -> int:
+            def hashes(node: NodeClient = node, journal: Journal = journal) -> int:
                 newest = max(node.offers(), key=lambda one: one.step)
                 journal.hashed(node.version(newest, release=True))
                 return (journal.folder / f"hashes-{newest.step:012d}").stat().st_size

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from flowcheck.control import ask, receiving
+from flowcheck.ask import client, receiving
 from flowcheck.control.tensors import memory
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
@@ -175,7 +175,7 @@ def main() -> None:
               f" {time.perf_counter() - begin:.2f} s")
         for name, tensor in target.named_parameters():
             assert torch.equal(tensor, model.get_parameter(name))
-        node = ask.Node((host, int(port)), ask.reader_key(TOKEN.encode()))
+        node = client.NodeClient((host, int(port)), client.reader_key(TOKEN.encode()))
         offer = node.offers()[0]
         version = node.version(offer)
         given = {

@@ -57,20 +57,22 @@ ROOMS: dict[str, set[str]] = {
     "durable": {"errors"},
     "job": {"errors"},
     "control": {"errors", "job"},
-    "trainer": {"errors", "job", "control"},
-    "checkpoint": {*BASE, "job", "control"},
+    "ask": {"errors", "job", "control"},
+    "trainer": {"errors", "job", "control", "ask"},
+    "checkpoint": {*BASE, "job", "control", "ask"},
     "rebuild": {*BASE, "job", "checkpoint"},
     "diagnose": {*BASE, "job", "rebuild"},
     "switch": {*BASE, "diagnose"},
     "plan": {*BASE, "checkpoint"},
     "learning": {*BASE, "job", "rebuild", "diagnose"},
     "offline": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning"},
-    "node": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "control"},
-    "lab": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning", "offline", "node", "control", "trainer"},
+    "node": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "control", "ask"},
+    "lab": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning", "offline", "node", "control", "ask",
+            "trainer"},
     "cli": {*BASE, "diagnose", "learning", "offline", "switch", "plan", "node", "lab"},
 }
 # What somebody's training job imports: these need torch and the standard library and nothing else.
-TRAINER_ROOMS = {"errors", "job", "control", "trainer"}
+TRAINER_ROOMS = {"errors", "job", "control", "ask", "trainer"}
 TRAINER_THIRD_PARTY = {"torch"}
 # How flowcheck is started: no rooms. flowcheck.run is started in a training job.
 STARTED = ("__main__", "run")

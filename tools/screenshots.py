@@ -24,8 +24,8 @@ import torch
 from browser import Browser, find
 
 from flowcheck import __version__
+from flowcheck.ask.client import reader_key
 from flowcheck.checkpoint.directory import Meta, write_step
-from flowcheck.control.ask import reader_key
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.status.board import Board

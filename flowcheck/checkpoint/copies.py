@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import Offer
 from flowcheck.checkpoint.directory import MANIFEST, Meta, check_replaceable, step_manifest, step_path
 from flowcheck.checkpoint.users import write_users
-from flowcheck.control.ask import Node, Offer
 from flowcheck.control.tensors import header
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
@@ -38,7 +39,7 @@ from flowcheck.durable import (
 __all__ = ["take_copy", "users_at"]
 
 
-def take_copy(node: Node, offer: Offer, out: Path) -> Path:
+def take_copy(node: NodeClient, offer: Offer, out: Path) -> Path:
     """The version of an offer of that node's. Raises AskError, EnvironmentProblem."""
     version = node.version(offer)
     path = step_path(out, version.step)
@@ -67,7 +68,7 @@ def take_copy(node: Node, offer: Offer, out: Path) -> Path:
     return path
 
 
-def users_at(node: Node, offer: Offer) -> dict[int, bytes]:
+def users_at(node: NodeClient, offer: Offer) -> dict[int, bytes]:
     """What ranks gave of themselves with a version, checked, as files of it. Raises AskError."""
     users = {}
     for rank in offer.with_user:
@@ -79,7 +80,7 @@ def users_at(node: Node, offer: Offer) -> dict[int, bytes]:
 class _Stream:
     """A safetensors file of ours, whose tensors come from a node; and its manifest entry once they have."""
 
-    def __init__(self, node: Node, offer: Offer, version: Version, file: str) -> None:
+    def __init__(self, node: NodeClient, offer: Offer, version: Version, file: str) -> None:
         self._node, self._offer, self._version, self._file = node, offer, version, file
         self._whole, self._size = hashlib.sha256(), 0
 

@@ -29,15 +29,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.receiving import SECONDS
+from flowcheck.ask.sources import Fetched, Found, addresses, take
+from flowcheck.ask.torch_state import torch_state
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.checkpoint.files import write_file
 from flowcheck.checkpoint.identity import Identity, check_directory, check_file, check_noted, folder_of, note
 from flowcheck.checkpoint.paths import path_of
-from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
-from flowcheck.control.sources import Fetched, Found, addresses, take
 from flowcheck.control.tls import client_context
-from flowcheck.control.torch_state import torch_state
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL
 from flowcheck.durable import (
@@ -117,7 +118,7 @@ def fetch(
     _check(nodes, token, run_id, shard, step, seconds, ca)
     key, tls = reader_key(token_bytes(token)), client_context(ca) if ca else None
     own = format == "safetensors"  # the form that has room for what ranks gave of themselves
-    asked = [Node(address, key, seconds, tls) for address in addresses(nodes)]
+    asked = [NodeClient(address, key, seconds, tls) for address in addresses(nodes)]
     fetched = take(asked, run_id, shard, step, own, partial(_whole, format, whole))
     version = fetched.version
     writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp, "hf": _hf}

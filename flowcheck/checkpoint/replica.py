@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from flowcheck.ask.torch_state import torch_state
 from flowcheck.checkpoint.paths import path_of, readable
 from flowcheck.control.message_fields import GROUP
-from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
 from flowcheck.job.version_status import VersionStatus
 from updater.errors import UpdaterError

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from flowcheck.ask.torch_state import torch_state
 from flowcheck.checkpoint.directory import MANIFEST, load_parameters, load_step, read_step_manifest
 from flowcheck.checkpoint.paths import path_of, readable, refuse
 from flowcheck.checkpoint.users import load_user, users_of
-from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import status_of
 from flowcheck.errors import UserError
 from flowcheck.job.version_status import DIVERGED

@@ -1,7 +1,7 @@
 """How nodes ask each other over HTTP: both prove that they know the nodes' token, and neither shows anything of use.
 
     key = node_key(token)                            derived from a token of the role `peer`
-    Node(address, Proven(key.hex()))                 ask.py: this key is proven, not shown
+    NodeClient(address, Proven(key.hex()))           flowcheck/ask: this key is proven, not shown
 
     asker                                             node
       GET /v1/versions                          ->
@@ -17,7 +17,7 @@ later. The answer's proof is over that mac, the status and the body's SHA-256: i
 who knows the token. Files of tensors have none: what they are held against, hash by hash, stands in a manifest that has
 one.
 
-A bearer key (ask.reader_key) stays what readers show. From the one the other cannot be worked out. Standard library.
+A bearer key (`reader_key`) stays what readers show. From the one the other cannot be worked out. Standard library.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     Version.of(document, where)                 read from anybody, checked
 
 The manifest of a checkpoint directory is this description on disk (flowcheck/checkpoint/directory.py), a slot of a
-replica has it in memory (flowcheck/node/versions/holdings.py), and both are asked for with the same requests (ask.py).
+replica has it in memory (flowcheck/node/versions/holdings.py), and both are asked for with the same requests.
 Torch and the standard library: trainers read it. Any thread.
 """
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from flowcheck.control.ask import reader_key
+from flowcheck.ask.client import reader_key
 from flowcheck.control.proof import node_key, voucher
 from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.sources import choose, look
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import Protected, encode, source_of
-from flowcheck.control.ask import Node
-from flowcheck.control.sources import choose, look
 
 from .hand_api import KEY, HandApi
 from .hand_node import LONGEST
@@ -19,7 +19,7 @@ __all__ = ["parity_of"]
 
 def parity_of(apis: Sequence[HandApi], directory: Path, step: int | None = None) -> Protected:
     """Two streams of parity, of the newest step that all have, or of this one."""
-    nodes = [Node(one.address, KEY, LONGEST) for one in apis]
+    nodes = [NodeClient(one.address, KEY, LONGEST) for one in apis]
     shards = sorted({one.document["shard"] for api in apis for one in api.versions})
     found = [look(nodes, None, shard) for shard in shards]
     key = choose([one.versions for one in found], step=step)

@@ -98,7 +98,7 @@ def test_what_is_in_it(environment: Environment) -> None:
         metadata = file.read(next(name for name in names if name.endswith("/METADATA"))).decode()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"flowcheck"}
     assert {name.split("/")[1] for name in names if name.count("/") > 1 and "dist-info" not in name} == {
-        "checkpoint", "control", "job", "trainer",
+        "ask", "checkpoint", "control", "job", "trainer",
     }
     assert {name.rpartition("/")[2] for name in names if not name.endswith(".py") and "dist-info" not in name} == {
         "nccl_profiler.c", "nccl_profiler.h", "nccl_interface.h", "sums.c", "sums.h", "sums_body.h",

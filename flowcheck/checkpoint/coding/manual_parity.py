@@ -18,6 +18,10 @@ from pathlib import Path
 
 import torch
 
+from flowcheck.ask.client import NodeClient, order_of, reader_key
+from flowcheck.ask.offer import PARITY
+from flowcheck.ask.receiving import SECONDS, AskError
+from flowcheck.ask.sources import addresses, choose, look
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import (
     OTHER,
@@ -33,9 +37,7 @@ from flowcheck.checkpoint.coding.parity import (
 from flowcheck.checkpoint.directory import Meta, step_path, tensor_sha256, write_step
 from flowcheck.checkpoint.identity import Identity, check_directory, folder_of
 from flowcheck.checkpoint.users import file_of, read_user
-from flowcheck.control.ask import PARITY, SECONDS, AskError, Node, order_of, reader_key
 from flowcheck.control.protocol import token_bytes
-from flowcheck.control.sources import addresses, choose, look
 from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.tls import client_context
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
@@ -122,12 +124,12 @@ def _leaves(name: str, instead: str) -> None:
     warnings.warn(what, FutureWarning, stacklevel=3)  # of the caller's line
 
 
-def _asked(nodes: str | Sequence[str], token: str, seconds: float, ca: str) -> list[Node]:
+def _asked(nodes: str | Sequence[str], token: str, seconds: float, ca: str) -> list[NodeClient]:
     key, tls = reader_key(token_bytes(token)), client_context(ca) if ca else None
-    return [Node(address, key, seconds, tls) for address in addresses(nodes)]
+    return [NodeClient(address, key, seconds, tls) for address in addresses(nodes)]
 
 
-def _shards(nodes: Sequence[Node], run_id: str | None) -> list[str]:
+def _shards(nodes: Sequence[NodeClient], run_id: str | None) -> list[str]:
     found: set[str] = set()
     absent: list[AskError] = []
     for node in nodes:
@@ -144,7 +146,7 @@ def _shards(nodes: Sequence[Node], run_id: str | None) -> list[str]:
     return sorted(found)
 
 
-def _like(stack: ExitStack, nodes: Sequence[Node], wanted: Version) -> Source | None:
+def _like(stack: ExitStack, nodes: Sequence[NodeClient], wanted: Version) -> Source | None:
     """A place that has the very bytes of a version, by its hashes."""
     for node, offer in look(nodes, wanted.run_id, wanted.shard).places:
         if (offer.epoch, offer.step) == (wanted.epoch, wanted.step) and offer.tier != PARITY:  # made of what is lost

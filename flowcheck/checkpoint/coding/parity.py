@@ -25,13 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.receiving import AskError
+from flowcheck.ask.sources import Found, Key
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import users_at
 from flowcheck.checkpoint.directory import MANIFEST_BYTES
 from flowcheck.checkpoint.paths import read_small
 from flowcheck.checkpoint.users import users_of, write_users
-from flowcheck.control.ask import AskError, Node, Offer
-from flowcheck.control.sources import Found, Key
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal, self_hash
 from flowcheck.durable import (
     adopt,
@@ -116,7 +118,7 @@ class Protected:
 
 # -- sources -----------------------------------------------------------------------------------------------
 
-Source = tuple[Node, Offer, Version]
+Source = tuple[NodeClient, Offer, Version]
 
 
 def source_of(stack: ExitStack, found: Found, key: Key) -> Source:
@@ -129,7 +131,7 @@ def source_of(stack: ExitStack, found: Found, key: Key) -> Source:
         raise EnvironmentProblem(f"shard {found.shard!r}: {error.what}", where=error.where, remedy=OTHER) from None
 
 
-def bytes_of(node: Node, offer: Offer, version: Version) -> Iterator[memoryview]:
+def bytes_of(node: NodeClient, offer: Offer, version: Version) -> Iterator[memoryview]:
     """A shard's stream, each tensor hashed. Raises EnvironmentProblem."""
     try:
         for file in (MODEL, OPTIMIZER):
@@ -220,7 +222,7 @@ def encode(sources: Sequence[Source], code: Code, path: Path, numbers: Sequence[
     return Protected.read(path)
 
 
-def _write_users(folder: Path, node: Node, offer: Offer, version: Version) -> dict[str, Any]:
+def _write_users(folder: Path, node: NodeClient, offer: Offer, version: Version) -> dict[str, Any]:
     """What ranks of a shard gave of themselves, as it is; their entries."""
     try:
         users = users_at(node, offer)

@@ -21,8 +21,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, Self
 
+from flowcheck.ask.client import NodeClient, order_of
+from flowcheck.ask.offer import MEMORY, Offer
+from flowcheck.ask.receiving import SECONDS, AskError
 from flowcheck.checkpoint.coding.parity import OTHER, Padded, Protected, bytes_of, decode, pieces_in
-from flowcheck.control.ask import MEMORY, SECONDS, AskError, Node, Offer, order_of
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 
@@ -55,7 +57,7 @@ class Stream:
 class Pieces:
     """What a node has itself. node: over a connection of its own."""
 
-    node: Node
+    node: NodeClient
     offers: tuple[Offer, ...]
     streams: tuple[Stream, ...]
 
@@ -65,7 +67,7 @@ class Place:
     """Where a stream is: a whole version, or parity; neither: here."""
 
     number: int
-    node: Node | None = None
+    node: NodeClient | None = None
     offer: Offer | None = None
     stream: Stream | None = None
 
@@ -74,10 +76,10 @@ class Place:
         return self.node.name if self.node is not None else ""
 
 
-def ask_pieces(node: Node) -> Pieces:
+def ask_pieces(node: NodeClient) -> Pieces:
     """Raises AskError."""
     try:
-        said = node.json(PIECES)
+        said = node.connection.json(PIECES)
         listed: list[Any] = [said.get(name) if isinstance(said, dict) else None for name in ("versions", "streams")]
         if not all(isinstance(one, list) for one in listed):
             raise AskError("does not list its pieces", where=node.name)

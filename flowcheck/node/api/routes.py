@@ -39,9 +39,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from flowcheck import __version__
+from flowcheck.ask.offer import COPY, DISK, MEMORY, PARITY, Offer
+from flowcheck.ask.offer import OWN as OF_ITS_OWN
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
-from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, Offer
-from flowcheck.control.ask import OWN as OF_ITS_OWN
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.proof import voucher
 from flowcheck.control.start import ranks
@@ -67,7 +67,7 @@ EXPIRE_SECONDS = 1.0
 TIDY_SECONDS = 60.0
 HASH_SECONDS = 0.5  # that a question waits for hashes: less than anybody waits for a byte
 OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
-Said = dict[str, Any]  # of a version: the fields of control.ask.Offer
+Said = dict[str, Any]  # of a version: the fields of ask.offer.Offer
 
 
 def make_app(

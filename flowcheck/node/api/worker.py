@@ -24,8 +24,9 @@ import h11
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import COPY, DISK, MEMORY, PARITY, STORE
 from flowcheck.checkpoint.objects import open_store
-from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, STORE, Node
 from flowcheck.control.proof import Proven
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.errors import FlowcheckError
@@ -221,7 +222,7 @@ def _shelves(said: ApiSettings, settings: _Settings) -> tuple[dict[str, Shelf], 
         tls, others = client_context(parity.ca) if parity.ca else None, parity.others
         placed = Placed(parity.placement, said.node) if others is None else lambda: others
         shelves[PARITY] = ParityShelf(parity.directory, lambda: [
-            Node(address, Proven(settings.shown), OTHERS_SECONDS, tls) for address in placed()
+            NodeClient(address, Proven(settings.shown), OTHERS_SECONDS, tls) for address in placed()
         ], parity.most, needs=needs)
         streams = StreamShelf(parity.directory)
     if (store := said.store) is not None:

@@ -28,8 +28,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from flowcheck.control.ask import MEMORY, AskError, Node, Offer, order_of
-from flowcheck.control.sources import offers_of
+from flowcheck.ask.client import NodeClient, order_of
+from flowcheck.ask.offer import MEMORY, Offer
+from flowcheck.ask.receiving import AskError
+from flowcheck.ask.sources import offers_of
 from flowcheck.control.tensors import TensorSpec, memory
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import FlowcheckError
@@ -54,7 +56,8 @@ class CatchUp:
     """shard: the group's name. start: of the trainers, as of ReplicaOptions. now: seconds. Of one job; one thread."""
 
     def __init__(
-        self, nodes: Callable[[], Sequence[Node]], shard: str, start: str, now: Callable[[], float] = time.monotonic
+        self, nodes: Callable[[], Sequence[NodeClient]], shard: str, start: str,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._nodes, self._shard, self._start, self._now = nodes, shard, start, now
         self._search: _Search | None = None
@@ -182,7 +185,7 @@ class _Search:
     group's thread knows them."""
 
     def __init__(
-        self, nodes: Sequence[Node], shard: str, start: str, useful: tuple[int, int], left_out: Mapping[str, str]
+        self, nodes: Sequence[NodeClient], shard: str, start: str, useful: tuple[int, int], left_out: Mapping[str, str]
     ) -> None:
         self._nodes, self._shard, self._start, self.useful = nodes, shard, start, useful
         self.failed = {name: f"not asked: {why}" for name, why in left_out.items()}
@@ -233,7 +236,7 @@ class _Search:
         finally:
             self.over = True
 
-    def _newest(self, deadline: float) -> tuple[Node, Offer] | None:
+    def _newest(self, deadline: float) -> tuple[NodeClient, Offer] | None:
         """Who has the newest version that is of use."""
         nodes = list(self._nodes)
         while nodes and not self._ended:
@@ -252,7 +255,7 @@ class _Search:
             self._ending.wait(AGAIN_SECONDS)
         return None
 
-    def _of_this_start(self, node: Node, said: list[Offer] | str) -> list[Offer]:
+    def _of_this_start(self, node: NodeClient, said: list[Offer] | str) -> list[Offer]:
         if isinstance(said, str):
             self.failed[node.name] = said.removeprefix(f"{node.name}: ")
             return []
@@ -262,7 +265,7 @@ class _Search:
             self.failed[node.name] = f"has no version of this start of the job{withheld}"
         return found
 
-    def _take(self, node: Node, offer: Offer) -> None:
+    def _take(self, node: NodeClient, offer: Offer) -> None:
         deadline = time.monotonic() + 2 * QUIET_SECONDS + offer.nbytes / RATE
         try:
             version = node.version(offer)
@@ -285,7 +288,7 @@ class _Search:
             if odd := sorted(name for name in {*here, *there} if here.get(name) != there.get(name)):
                 raise AskError(f"its {odd[0]!r} is not what it is here, or is in one of the two alone")
 
-    def _receive(self, node: Node, offer: Offer, version: Version, file: str, deadline: float) -> None:
+    def _receive(self, node: NodeClient, offer: Offer, version: Version, file: str, deadline: float) -> None:
         """Raises AskError, also where the group's thread has ended it: then nothing is written any more."""
         views = [memory(self._targets[file][name]) for name in order_of(version, file)]
         views = [view for view in views if view]

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flowcheck.control.ask import Node
+from flowcheck.ask.client import NodeClient
 from flowcheck.control.proof import Proven, node_key
 from flowcheck.control.tls import client_context
 from flowcheck.job.clock import Clock
@@ -101,8 +101,8 @@ class Peering:
         addresses = self._settings.version_addresses
         if not addresses or not start:
             return None
-        return CatchUp(lambda: [Node(one, self._key(), QUIET_SECONDS, self._tls) for one in addresses], self._group,
-                       start)
+        return CatchUp(lambda: [NodeClient(one, self._key(), QUIET_SECONDS, self._tls) for one in addresses],
+                       self._group, start)
 
 
 def digest_of(body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> str:

@@ -26,10 +26,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import DISK, MEMORY, Offer
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST, MANIFEST_BYTES
 from flowcheck.checkpoint.paths import read_small
-from flowcheck.control.ask import DISK, MEMORY, Node, Offer
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.start import line_of, order
 from flowcheck.control.version import status_of
@@ -69,7 +70,7 @@ class Copier:
         self._room = threading.Lock()  # for whoever counts bytes and begins a copy
         self._coming = 0  # bytes of copies that are on their way
         self._frozen: Mapping[Run, int] = {}
-        self._nodes: dict[str, Node] = {}  # as they are asked now, by name
+        self._nodes: dict[str, NodeClient] = {}  # as they are asked now, by name
         self._sources: dict[str, tuple[threading.Thread, threading.Event]] = {}
         self._turns: dict[str, threading.Lock] = {}  # one that is followed again waits for its thread from before
         self._begin()
@@ -81,7 +82,7 @@ class Copier:
         for path in self._directory.glob(f"*/*/epoch-*/{FOLDER}/.*.partial-*"):
             path.unlink(missing_ok=True)
 
-    def follow(self, nodes: Sequence[Node]) -> None:
+    def follow(self, nodes: Sequence[NodeClient]) -> None:
         """Copy from these, and from no others. What was copied of others stays."""
         self._nodes |= {node.name: node for node in nodes}
         wanted = {node.name for node in nodes}
@@ -142,7 +143,7 @@ class Copier:
         again(look, lambda error, why: self._say("uncopied", name="", source=name, why=why), self._rules.seconds,
                ending)
 
-    def look(self, node: Node, ending: Callable[[], bool] = lambda: False) -> None:
+    def look(self, node: NodeClient, ending: Callable[[], bool] = lambda: False) -> None:
         """Take what is due of a node, one group after the other. Raises FlowcheckError: the first that failed; the
         others were taken."""
         failed: list[FlowcheckError] = []
@@ -163,7 +164,7 @@ class Copier:
         if failed:
             raise failed[0]
 
-    def _due(self, node: Node, offers: Sequence[Offer]) -> Offer | None:
+    def _due(self, node: NodeClient, offers: Sequence[Offer]) -> Offer | None:
         """The newest that is wanted, of what a follower of its run vouches for, from the nearest tier; None: it is
         here, or nobody has one. It is of the run that the node follows now, where that has one: an earlier run may have
         come further."""
@@ -177,7 +178,7 @@ class Copier:
         key, line = (offer.run_id, offer.epoch, offer.step), line_of(offer.start)
         return None if any((copy.key, copy.line) == (key, line) for copy in _copies(lane)) else offer
 
-    def _drop(self, node: Node, divergence: Divergence) -> None:
+    def _drop(self, node: NodeClient, divergence: Divergence) -> None:
         """Copies of versions of which their node has found that they may be wrong."""
         for copy in _copies(self._lane(node, divergence.shard)):
             run_id, epoch, step = copy.key
@@ -186,10 +187,10 @@ class Copier:
                 self._say("removed", name=divergence.shard, run_id=run_id, step=step, path=str(copy.path),
                           why=f"it has diverged: {node.name} found that a checksum of the trainer did not match")
 
-    def _lane(self, node: Node, shard: str) -> Path:
+    def _lane(self, node: NodeClient, shard: str) -> Path:
         return lane_of(self._directory, node.name, shard)
 
-    def _take(self, node: Node, offer: Offer) -> None:
+    def _take(self, node: NodeClient, offer: Offer) -> None:
         lane = self._lane(node, offer.shard)
         with self._room:
             self.check_room(offer.nbytes + SLACK, f"step {offer.step} of {offer.shard!r}")

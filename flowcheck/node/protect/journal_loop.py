@@ -28,7 +28,9 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from flowcheck.control.ask import MEMORY, AskError, Node, Offer
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import MEMORY, Offer
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.protocol import (
     PEER_BYTES,
@@ -81,7 +83,7 @@ class Journaling:
     its newest version. parity: what a step is made of where no copies of this source are kept."""
 
     def __init__(
-        self, directory: Path, name: str, node: Callable[[], Node], control: tuple[str, int],
+        self, directory: Path, name: str, node: Callable[[], NodeClient], control: tuple[str, int],
         token: Callable[[], bytes], tls: ssl.SSLContext | None, room: Callable[[int], None], say: Callable[..., None],
         seconds: float, parity: ParityBase | None = None,
     ) -> None:

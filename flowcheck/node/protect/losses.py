@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from flowcheck.control.ask import DISK, STORE, Offer
-from flowcheck.control.sources import Key, choose
+from flowcheck.ask.offer import DISK, STORE, Offer
+from flowcheck.ask.sources import Key, choose
 from flowcheck.node.protect.placement import Decided, Have, Parity, Recovery, Run, Shard
 
 __all__ = ["frozen", "newest_persistent", "whole"]

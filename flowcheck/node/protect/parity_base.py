@@ -14,8 +14,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import PARITY
 from flowcheck.checkpoint.copies import take_copy
-from flowcheck.control.ask import PARITY, Node
 from flowcheck.durable import remove_tree
 from flowcheck.node.versions.runs import run_folder
 
@@ -27,7 +28,7 @@ ROUND = ".parity"  # ends the names of rounds
 class ParityBase:
     """room(bytes): raises FlowcheckError where it lacks."""
 
-    def __init__(self, directory: Path, node: Callable[[], Node], room: Callable[[int], None]) -> None:
+    def __init__(self, directory: Path, node: Callable[[], NodeClient], room: Callable[[int], None]) -> None:
         self._directory, self._node, self._room = directory, node, room
 
     def oldest(self, run_id: str, epoch: int) -> int | None:

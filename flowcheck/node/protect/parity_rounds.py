@@ -22,11 +22,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import COPY, DISK, MEMORY, Offer
+from flowcheck.ask.sources import Found, Key, choose
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import Protected, encode, source_of
-from flowcheck.control.ask import COPY, DISK, MEMORY, Node, Offer
 from flowcheck.control.divergence import Divergence
-from flowcheck.control.sources import Found, Key, choose
 from flowcheck.durable import came_last, remove_tree, reporting
 from flowcheck.errors import FlowcheckError, UserError, size_text
 from flowcheck.node.protect.placement import Run
@@ -50,7 +51,7 @@ class Rounds:
         for path in directory.glob("*/epoch-*/.step-*.partial-*"):  # what an earlier process left half
             remove_tree(path)
 
-    def turn(self, nodes: Sequence[Node], frozen: Mapping[Run, int] = MappingProxyType({})) -> Protected | None:
+    def turn(self, nodes: Sequence[NodeClient], frozen: Mapping[Run, int] = MappingProxyType({})) -> Protected | None:
         """What it made; None: nothing is due. frozen: of each run the step of which parity stays besides. Raises
         FlowcheckError: the round has ended, and nothing has changed."""
         found = self._look(nodes)
@@ -73,7 +74,7 @@ class Rounds:
                 remove_tree(old.path)
         return kept
 
-    def _look(self, nodes: Sequence[Node]) -> list[Found]:
+    def _look(self, nodes: Sequence[NodeClient]) -> list[Found]:
         """For each shard of the run that is followed now, who has which multiples of `every`."""
         with ThreadPoolExecutor(len(nodes), "flowcheck round") as pool:
             answers = list(pool.map(_offers, nodes))
@@ -130,7 +131,7 @@ class Rounds:
             return encode(sources, self._code, path, [self._number])
 
 
-def _offers(node: Node) -> list[Offer]:
+def _offers(node: NodeClient) -> list[Offer]:
     """Raises AskError: a round needs all members."""
     try:
         return node.offers()

@@ -24,11 +24,13 @@ from typing import Any
 
 import torch
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import PARITY, Offer, spans
+from flowcheck.ask.receiving import AskError
+from flowcheck.ask.sources import addresses
 from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.coding.rebuilding import STREAM, Pieces, Place, Rebuilding, ask_pieces, places_of
 from flowcheck.checkpoint.users import file_of, read_user
-from flowcheck.control.ask import PARITY, AskError, Node, Offer, spans
-from flowcheck.control.sources import addresses
 from flowcheck.control.tensors import header
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError, UserError, size_text
@@ -59,7 +61,7 @@ class ParityShelf(Shelf):
     at once."""
 
     def __init__(
-        self, directory: Path, others: Callable[[], Sequence[Node]], most: int,
+        self, directory: Path, others: Callable[[], Sequence[NodeClient]], most: int,
         now: Callable[[], float] = time.monotonic, needs: int = 0,
     ) -> None:
         super().__init__(now, needs)
@@ -129,7 +131,7 @@ class ParityShelf(Shelf):
         return _Made(holding, self._offered[holding.offer.id], self)
 
 
-def _pieces(node: Node) -> Pieces | None:
+def _pieces(node: NodeClient) -> Pieces | None:
     try:
         return ask_pieces(node)
     except AskError:

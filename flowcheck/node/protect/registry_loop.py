@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from flowcheck.control.ask import Node, Offer
-from flowcheck.control.sources import addresses
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.sources import addresses
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.config.tokens import read_token
 from flowcheck.node.protect.border import RegistrySettings
@@ -37,7 +38,7 @@ _Said = Sequence[Mapping[str, Any]]
 def sit(
     settings: RegistrySettings, held: Callable[[], _Said], streams: Callable[[], _Said],
     take: Callable[[Sequence[tuple[str, int]], Mapping[Run, int], Part | None], None],
-    node: Callable[[tuple[str, int]], Node], keys: Callable[[], Sequence[bytes]], say: Callable[..., None],
+    node: Callable[[tuple[str, int]], NodeClient], keys: Callable[[], Sequence[bytes]], say: Callable[..., None],
     ending: threading.Event,
 ) -> None:
     """held(): copies that are whole. streams(): of parity, those that are. take(sources, steps, part): whom to copy
@@ -84,7 +85,7 @@ def _age(offer: Offer) -> float:
 class Persistent:
     """Says where a recovery would end of which no copy is left: asked of all that are there, on a thread."""
 
-    def __init__(self, node: Callable[[tuple[str, int]], Node], say: Callable[..., None]) -> None:
+    def __init__(self, node: Callable[[tuple[str, int]], NodeClient], say: Callable[..., None]) -> None:
         self._node, self._say = node, say
 
     def __call__(self, decided: Decided) -> None:

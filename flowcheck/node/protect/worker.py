@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.pace import Pace
+from flowcheck.ask.sources import addresses
 from flowcheck.checkpoint.coding.code import Code
-from flowcheck.control.ask import Node
-from flowcheck.control.pace import Pace
 from flowcheck.control.proof import Proven
-from flowcheck.control.sources import addresses
 from flowcheck.control.tls import client_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.process.child import Lines, begun, guarded, orders
@@ -70,11 +70,11 @@ class _Sources:
                     self._placed = before  # the next time it is said it is followed
                     raise
 
-    def node(self, address: tuple[str, int]) -> Node:
+    def node(self, address: tuple[str, int]) -> NodeClient:
         """One to which this node proves its key. What comes from here takes nobody's network."""
-        node = Node(address, Proven(self._settings.key), tls=self._tls(), pace=self._pace)
+        node = NodeClient(address, Proven(self._settings.key), tls=self._tls(), pace=self._pace)
         if node.name == self._settings.own:
-            node.pace = None
+            node.connection.pace = None
         return node
 
     def keys(self) -> list[bytes]:
@@ -98,7 +98,7 @@ class _Sources:
     def _follow(self) -> None:
         self._copier.follow(self.nodes(dict.fromkeys([*self._settings.sources, *self._placed])))
 
-    def nodes(self, addresses: Iterable[tuple[str, int]]) -> list[Node]:
+    def nodes(self, addresses: Iterable[tuple[str, int]]) -> list[NodeClient]:
         """As they are asked now."""
         return [self.node(address) for address in addresses]
 

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from flowcheck.ask.offer import STORE, Offer, spans
 from flowcheck.checkpoint.objects import Missing, Objects, StoreError
 from flowcheck.checkpoint.store import Entry, Lane, read_entry, user_object
 from flowcheck.checkpoint.users import users_of
-from flowcheck.control.ask import STORE, Offer, spans
 from flowcheck.control.user_state import USER_BYTES
 from flowcheck.errors import UserError
 from flowcheck.node.versions.held import Gone, Held, Holding

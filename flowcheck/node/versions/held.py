@@ -24,9 +24,9 @@ from pathlib import Path
 
 import torch
 
+from flowcheck.ask.offer import Offer
 from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.checkpoint.users import file_of, read_user
-from flowcheck.control.ask import Offer
 from flowcheck.control.tensors import TensorSpec, header, memory
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import FlowcheckError

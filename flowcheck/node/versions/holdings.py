@@ -25,9 +25,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flowcheck.ask.offer import DISK, MEMORY, Offer, spans
 from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
 from flowcheck.checkpoint.users import users_of
-from flowcheck.control.ask import DISK, MEMORY, Offer, spans
 from flowcheck.control.version import Version
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.version_status import DIVERGED, VersionStatus

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flowcheck.control.ask import Offer
+from flowcheck.ask.offer import Offer
 from flowcheck.job.version_status import VersionStatus
 
 __all__ = ["OPEN", "Shadow", "withheld"]

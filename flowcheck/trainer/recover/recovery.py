@@ -29,8 +29,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flowcheck.control.ask import SECONDS, Node, Offer, reader_key
-from flowcheck.control.sources import (
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.receiving import SECONDS
+from flowcheck.ask.sources import (
     MOST_ROUNDS,
     Fetched,
     Found,
@@ -41,8 +43,8 @@ from flowcheck.control.sources import (
     fetch,
     look,
 )
+from flowcheck.ask.torch_state import torch_state
 from flowcheck.control.start import line_in, order
-from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer.describe.extra import extra_of
@@ -92,7 +94,7 @@ def recover(
             if not isinstance(value, bool):  # "no" would be yes
                 raise UserError(f"{value!r} is not a bool", where=name, remedy="True or False")
         tls, own = context_of(ca), _own(rank)
-        asked = [Node(address, reader_key(token_of(token)), seconds, tls) for address in addresses(_nodes(nodes))]
+        asked = [NodeClient(address, reader_key(token_of(token)), seconds, tls) for address in addresses(_nodes(nodes))]
     except FlowcheckError as error:
         _log.error("flowcheck: %s", error.message())  # now: the others may never come
         with suppress(EnvironmentProblem):  # whoever does not come will not wait, either

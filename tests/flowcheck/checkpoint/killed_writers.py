@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.sources import addresses
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import Meta, load_step, write_step
 from flowcheck.checkpoint.fetch import fetch
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.checkpoint.store import Lane, Rules
-from flowcheck.control.ask import Node
-from flowcheck.control.sources import addresses
 from flowcheck.durable import write_atomic
 from flowcheck.node.versions.user_states import UserStates, rank_file, user_folder, users_in
 from updater.optimizers import OptimizerSpec
@@ -107,7 +107,7 @@ class Copy(Writer):
     path = "step-000007"
 
     def work(self) -> object:
-        node = Node(addresses(self.node)[0], KEY, 60.0)
+        node = NodeClient(addresses(self.node)[0], KEY, 60.0)
         return take_copy(node, node.offers()[0], self.out)
 
     def found(self) -> Any:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import COPY
+from flowcheck.ask.receiving import AskError
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.checkpoint.users import load_user
-from flowcheck.control.ask import COPY, AskError, Node
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.versions.holdings import DiskShelf
@@ -27,7 +29,7 @@ def api() -> Iterator[HandApi]:
 
 
 def copy(api: HandApi, out: Path) -> Path:
-    node = Node(api.address, KEY, seconds=60.0)
+    node = NodeClient(api.address, KEY, seconds=60.0)
     return take_copy(node, node.offers()[0], out)
 
 

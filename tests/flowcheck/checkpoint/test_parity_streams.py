@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.sources import look
 from flowcheck.checkpoint.coding import manual_parity, parity
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.manual_parity import protect, restore_shard
@@ -24,8 +26,6 @@ from flowcheck.checkpoint.coding.parity import (
 )
 from flowcheck.checkpoint.directory import load_step, read_step_manifest
 from flowcheck.checkpoint.users import load_user
-from flowcheck.control.ask import Node
-from flowcheck.control.sources import look
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 
@@ -120,7 +120,7 @@ def test_whom_it_trusts_is_asked_of_the_authority_that_is_given(apis: list[HandA
 
 
 def sources(apis: list[HandApi], stack: ExitStack) -> list[Any]:
-    nodes = [Node(one.address, KEY, 60.0) for one in apis]
+    nodes = [NodeClient(one.address, KEY, 60.0) for one in apis]
     return [source_of(stack, look(nodes, "run", f"s{shard}"), (0, 7)) for shard in range(len(apis))]
 
 
@@ -136,7 +136,7 @@ def test_a_holder_writes_the_stream_that_is_its_own(apis: list[HandApi], tmp_pat
 
 
 def test_a_source_that_is_gone_since_it_was_found_ends_the_round(apis: list[HandApi], tmp_path: Path) -> None:
-    nodes = [Node(one.address, KEY, 60.0) for one in apis]
+    nodes = [NodeClient(one.address, KEY, 60.0) for one in apis]
     found = look(nodes, "run", "s1")
     apis[1].versions.clear()
     with ExitStack() as stack, pytest.raises(EnvironmentProblem, match="shard 's1'") as ended:

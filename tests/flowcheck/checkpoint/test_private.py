@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from flowcheck import durable
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.sources import addresses
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import encode
-from flowcheck.control.ask import Node
-from flowcheck.control.sources import addresses
 from flowcheck.control.user_state import pack
 from flowcheck.node.protect.journal import JobText, Journal
 from flowcheck.node.versions.output import Hashes
@@ -27,7 +27,7 @@ class Row(Writer):
     """Parity of two shards."""
 
     def work(self) -> object:
-        node = Node(addresses(self.node)[0], KEY, 60.0)
+        node = NodeClient(addresses(self.node)[0], KEY, 60.0)
         offer = node.offers()[0]
         source = node, offer, node.version(offer)
         return encode([source, source], Code(2, 1), self.out / "deep" / "step-000007.parity", [2])

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from flowcheck.ask.torch_state import torch_state
 from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
 from flowcheck.checkpoint.state import Checkpoint, load_checkpoint
-from flowcheck.control.torch_state import torch_state
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import seal
 from flowcheck.errors import UserError

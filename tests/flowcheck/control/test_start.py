@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.control.sources import choose
+from flowcheck.ask.sources import choose
 from flowcheck.control.start import Key, Start, line_of, ranks, start_text
 
 V, U = "verified", "unverified"

@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from flowcheck.ask.torch_state import torch_state
 from flowcheck.control.tensors import TensorSpec
-from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import MODEL, OPTIMIZER, SCHEMA, Digest, Version, seal, self_hash
 from flowcheck.errors import UserError
 

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import AskError, Node, reader_key
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.protocol import Link, RecordsError, Wanted, greet
 from flowcheck.control.tls import Secure, client_context, server_context
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -387,7 +388,7 @@ def test_http_is_tls_too_and_takes_other_keys_and_certificates(tmp_path: Path) -
         host, _, number = node.address.rpartition(":")
 
         def offers(ca: Path, role: str) -> str:
-            asked = Node((host, int(number)), reader_key(TOKENS[role].encode()), LONGEST, client_context(str(ca)))
+            asked = NodeClient((host, int(number)), reader_key(TOKENS[role].encode()), LONGEST, client_context(str(ca)))
             try:
                 return str(asked.offers())
             except AskError as error:

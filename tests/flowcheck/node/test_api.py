@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from flowcheck import __version__
-from flowcheck.control.ask import Offer
+from flowcheck.ask.offer import Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.api import routes as api

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
 from flowcheck.checkpoint.directory import read_step_manifest
-from flowcheck.control.ask import Node
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.protect.parity_base import ParityBase
 
@@ -22,11 +22,11 @@ class Base:
 
     def __init__(self, api: HandApi, directory: Path) -> None:
         self.api, self.rooms, self.directory = api, list[int](), directory
-        self.nodes: list[Node] = []
+        self.nodes: list[NodeClient] = []
         self.base = ParityBase(directory / "parity", self._node, self._room)
 
-    def _node(self) -> Node:
-        self.nodes.append(Node(self.api.address, KEY, 60.0))
+    def _node(self) -> NodeClient:
+        self.nodes.append(NodeClient(self.api.address, KEY, 60.0))
         return self.nodes[-1]
 
     def _room(self, nbytes: int) -> None:
@@ -61,7 +61,7 @@ def test_the_newest_that_can_be_made_is_taken(base: Base, tmp_path: Path) -> Non
     assert path == tmp_path / "out" / "step-000020" and base.rooms == [28]
     manifest = read_step_manifest(path)
     assert (manifest["step"], manifest["shard"], manifest["epoch"]) == (20, "stage0", 1)
-    assert base.nodes[0]._connection is None  # let go
+    assert not base.nodes[0].connection.is_open  # let go
 
 
 def test_a_step_that_is_there_already_is_not_made_again(base: Base, tmp_path: Path) -> None:

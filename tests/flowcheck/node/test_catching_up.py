@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import Node
+from flowcheck.ask.client import NodeClient
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.node.groups.members import RankSession
@@ -64,7 +64,7 @@ def scene(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, api: HandApi) -> Iter
 
     def make(peers: bool = False, **options: Any) -> Scene:
         if peers:
-            catching = CatchUp(lambda: [Node(api.address, KEY, ANSWER_SECONDS)], "", START)
+            catching = CatchUp(lambda: [NodeClient(api.address, KEY, ANSWER_SECONDS)], "", START)
             options = {"catching": catching, "wire": range(6, 16), **options}
         made.append(Scene(monkeypatch, **{"empty": True, "folder": tmp_path, "job_start": START, **options}))
         return made[-1]
@@ -168,7 +168,7 @@ def test_state_of_the_optimizer_comes_with_it(scene: Callable[..., Scene], api: 
 def test_a_tensor_in_many_pieces_lies_where_it_lay(
     scene: Callable[..., Scene], api: HandApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flowcheck.control.ask.CHUNK", 12)
+    monkeypatch.setattr("flowcheck.ask.client.CHUNK", 12)
     job = small_job(options={"lr": 0.5, "momentum": 0.5})
     state = {f"state.{entry.name}.momentum_buffer": [float(i) for i in range(entry.elements)] for entry in job.model}
     api.versions = [version(9, 3.0, job, state=state, options={"lr": 0.5, "momentum": 0.5})]
@@ -377,7 +377,7 @@ def test_a_search_that_is_ended_while_it_asks_ends(monkeypatch: pytest.MonkeyPat
         return [[found]]
 
     monkeypatch.setattr(catching_up, "offers_of", offers_of)
-    with closing(Node(("127.0.0.1", 1), "key")) as node:
+    with closing(NodeClient(("127.0.0.1", 1), "key")) as node:
         search = catching_up._Search([node], "", "one start", (0, 9), {})
     assert asked.wait(240)
     search.end()
@@ -419,7 +419,7 @@ def test_peers_that_do_not_say_in_time_what_they_have_hold_up_nothing(monkeypatc
     hold = threading.Event()
     monkeypatch.setattr(catching_up, "offers_of", lambda nodes: hold.wait(240) and [[]])
     now = [100.0]
-    catching = CatchUp(lambda: [Node(("127.0.0.1", 1), "key")], "", "one start", lambda: now[0])
+    catching = CatchUp(lambda: [NodeClient(("127.0.0.1", 1), "key")], "", "one start", lambda: now[0])
     went_on: list[int] = []
     joining: Any = SimpleNamespace(
         chain=SimpleNamespace(status="", next=7, builds=False), ranges=SimpleNamespace(given_up=False, emptied=1),
@@ -513,7 +513,7 @@ def test_it_is_not_tried_again_soon(scene: Callable[..., Scene], api: HandApi) -
 
 def test_one_that_failed_is_left_out_for_a_time(scene: Callable[..., Scene], api: HandApi) -> None:
     api.versions = [version(7, rounding="another")]
-    catching = CatchUp(lambda: [Node(api.address, KEY, ANSWER_SECONDS)], "", START, lambda: 50.0)
+    catching = CatchUp(lambda: [NodeClient(api.address, KEY, ANSWER_SECONDS)], "", START, lambda: 50.0)
     at = came_back(scene, catching=catching)
     until(at, lambda: said(at, NotCaughtUp))
     [first] = said(at, NotCaughtUp)
@@ -522,7 +522,7 @@ def test_one_that_failed_is_left_out_for_a_time(scene: Callable[..., Scene], api
 
 
 def test_a_token_that_cannot_be_read_is_said(scene: Callable[..., Scene]) -> None:
-    def nodes() -> list[Node]:
+    def nodes() -> list[NodeClient]:
         raise EnvironmentProblem("Permission denied", where="token")
 
     at = came_back(scene, catching=CatchUp(nodes, "", START))

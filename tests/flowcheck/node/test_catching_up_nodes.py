@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import Node, Offer, reader_key
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.offer import Offer
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from updater.optimizers import OptimizerSpec
@@ -36,7 +37,7 @@ def peer(start_node: Any, attach: Any, truth: Any, lan: Any) -> Any:
 
 def newest(node: Any) -> Offer:
     host, _, port = node.said("listening")[0]["api"].rpartition(":")
-    with contextlib.closing(Node((host, int(port)), reader_key(TOKEN), SECONDS)) as asked:
+    with contextlib.closing(NodeClient((host, int(port)), reader_key(TOKEN), SECONDS)) as asked:
         return asked.offers()[0]
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.ask import AskError, Node, Offer
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.node.peers import catch_up as catching_up
 from flowcheck.node.peers.catch_up import AGAIN_SECONDS, ASK_SECONDS, QUIET_SECONDS, RATE
@@ -40,7 +42,7 @@ def search(*apis: HandApi, wait: Callable[[float], None] | None = None) -> Quiet
     def nothing(seconds: float) -> None:
         assert all(one.asked_for("/v1/versions") <= asked[one.name] + 2 for one in apis)
 
-    at = Quiet([Node(one.address, KEY, 60.0) for one in apis], "dp0", START, (5, 7), {})
+    at = Quiet([NodeClient(one.address, KEY, 60.0) for one in apis], "dp0", START, (5, 7), {})
     at._ending = SimpleNamespace(wait=wait or nothing, set=lambda: None)  # type: ignore[assignment]
     return at
 
@@ -113,17 +115,17 @@ class Told(Quiet):
     """found: what it finds, one after the other. Who waits for the group's thread goes on at once; at: what that does,
     for each wish."""
 
-    def __init__(self, found: list[tuple[Node, Offer] | None], at: Callable[[Told], None]) -> None:
+    def __init__(self, found: list[tuple[NodeClient, Offer] | None], at: Callable[[Told], None]) -> None:
         super().__init__([], "dp0", START, (5, 7), {"gone": "for a time"})
         self.found, self.deadlines, self.took = found, list[float](), list[Any]()
         answered, self._answered = self._answered, SimpleNamespace(  # type: ignore[assignment]
             clear=lambda: answered.clear(), set=lambda: answered.set(), wait=lambda: at(self))
 
-    def _newest(self, deadline: float) -> tuple[Node, Offer] | None:
+    def _newest(self, deadline: float) -> tuple[NodeClient, Offer] | None:
         self.deadlines.append(deadline)
         return self.found.pop(0)
 
-    def _take(self, node: Node, wanted: Offer) -> None:
+    def _take(self, node: NodeClient, wanted: Offer) -> None:
         self.took.append((node.name, wanted.step))
 
 
@@ -140,7 +142,7 @@ def test_what_is_refused_is_looked_for_again_and_what_is_told_is_taken(monkeypat
         shown.append((at.source, at.wishes and at.wishes.step, at.over))
         at.refuse() if len(shown) == 1 else at.tell({MODEL: {}}, "torch-cpu")
 
-    one, other = (Node(("127.0.0.1", port), KEY) for port in (1, 2))
+    one, other = (NodeClient(("127.0.0.1", port), KEY) for port in (1, 2))
     at = Told([(one, offer(5)), (other, offer(6)), (one, offer(7))], group)
     at.failed[other.name] = "was behind"
     run(at, monkeypatch)
@@ -158,7 +160,7 @@ def test_an_end_while_it_looks_is_an_end(monkeypatch: pytest.MonkeyPatch) -> Non
     def waits(_: Told) -> None:
         raise AssertionError("nobody answers any more")
 
-    at = Told([(Node(("127.0.0.1", 1), KEY), offer(5))], waits)
+    at = Told([(NodeClient(("127.0.0.1", 1), KEY), offer(5))], waits)
     at.end()
     run(at, monkeypatch)
     assert at.took == []
@@ -175,7 +177,7 @@ class Taking:
         model = {"a": [1.0, 2.0, 3.0, 4.0], "b": [], "c": [5.0]}
         one.versions[:] = [of(6, model=model, state={"state.a.momentum_buffer": [6.0, 7.0, 8.0, 9.0]}, **given)]
         self.made = one.versions[0]
-        self.node = Node(one.address, KEY, 60.0)
+        self.node = NodeClient(one.address, KEY, 60.0)
         (self.offer,) = self.node.offers()
         self.targets = {
             MODEL: {"c": torch.zeros(1), "a": torch.zeros(4), "b": torch.zeros(0)},
@@ -190,14 +192,14 @@ class Taking:
     def take(self) -> str:
         """Why not."""
         self.search._take(self.node, self.offer)
-        assert self.node._connection is None, "it is let go"
+        assert not self.node.connection.is_open, "it is let go"
         assert (self.search.version is None) == bool(self.search.failed)
         return self.search.failed.get(self.api.name, "")
 
 
 @pytest.fixture
 def taking(api: Callable[..., HandApi], monkeypatch: pytest.MonkeyPatch) -> Taking:
-    monkeypatch.setattr("flowcheck.control.ask.CHUNK", 12)
+    monkeypatch.setattr("flowcheck.ask.client.CHUNK", 12)
     return Taking(api())
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.ask import MEMORY, Node, Offer
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import MEMORY, Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.job.model import ModelEntry
@@ -69,7 +70,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.now, self.joining = 1000.0, Joins()
-        self.nodes = [Node(("127.0.0.1", port), "key") for port in (1, 2)]
+        self.nodes = [NodeClient(("127.0.0.1", port), "key") for port in (1, 2)]
         self.catching = CatchUp(lambda: list(self.nodes), "dp0", "one start", lambda: self.now)
 
     def look(self, later: float = 0.0) -> list[Event]:
@@ -199,7 +200,7 @@ def test_where_there_is_no_thread_that_is_said(turns: Turns, monkeypatch: pytest
 
 
 def test_who_cannot_be_asked_is_said(turns: Turns) -> None:
-    def nodes() -> list[Node]:
+    def nodes() -> list[NodeClient]:
         raise EnvironmentProblem("Permission denied", where="token")
 
     turns.catching._nodes = nodes

@@ -23,7 +23,7 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from dataplane.pydpdk.errors import DpdkError
-from flowcheck.control.ask import reader_key
+from flowcheck.ask.client import reader_key
 from flowcheck.control.protocol import Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import children, service

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import COPY, DISK, MEMORY, STORE
 from flowcheck.checkpoint.directory import load_step
-from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Node
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.protect import copier as copying
 from flowcheck.node.protect import worker as module
@@ -57,8 +58,8 @@ def api() -> Iterator[HandApi]:
         yield made
 
 
-def node(api: HandApi, key: str = KEY) -> Node:
-    return Node(api.address, key, seconds=60.0)
+def node(api: HandApi, key: str = KEY) -> NodeClient:
+    return NodeClient(api.address, key, seconds=60.0)
 
 
 def steps(tmp_path: Path, shard: str | None = None) -> list[int]:
@@ -119,7 +120,7 @@ def test_an_older_copy_stays_until_the_newer_one_is_whole(
     api.versions[:] = [newer := HandVersion(5)]
     path = f"/v1/versions/{newer.id}/optimizer.safetensors"
     api.quiet.add(path)
-    source = Node(api.address, KEY, seconds=60.0)
+    source = NodeClient(api.address, KEY, seconds=60.0)
     failed: list[BaseException] = []
 
     def look() -> None:

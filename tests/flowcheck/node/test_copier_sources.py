@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import Node
+from flowcheck.ask.client import NodeClient
 from flowcheck.node.protect import worker as module
 from flowcheck.node.protect.border import CopierSettings, OtherTokens
 from flowcheck.node.protect.placement import Part
@@ -22,9 +22,9 @@ class Followed:
         self.names: list[list[str]] = []
         self.froze: list[Any] = []
         self.rooms: list[Any] = []
-        self.nodes: list[Node] = []
+        self.nodes: list[NodeClient] = []
 
-    def follow(self, nodes: list[Node]) -> None:
+    def follow(self, nodes: list[NodeClient]) -> None:
         self.names.append([node.name for node in nodes])
         self.nodes = nodes
 
@@ -58,7 +58,7 @@ def test_what_could_not_be_followed_is_followed_when_it_is_said_again(monkeypatc
     copier = Followed()
     sources = _Sources(copier, given())  # type: ignore[arg-type]
 
-    def fail(nodes: list[Node]) -> None:
+    def fail(nodes: list[NodeClient]) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
@@ -73,16 +73,16 @@ def test_what_could_not_be_followed_is_followed_when_it_is_said_again(monkeypatc
 def test_what_is_told_is_shown_from_now_on() -> None:
     copier = Followed()
     sources = _Sources(copier, given())  # type: ignore[arg-type]
-    assert copier.nodes[0]._key == "k"
+    assert copier.nodes[0].connection.key == "k"
     sources.renew(OtherTokens(key="other", token="another token"))
-    assert copier.nodes[0]._key == "other" and copier.names == [["h:1"]] * 2
-    assert sources.node(("i", 9))._key == "other" and sources.node(("i", 9))._tls is None
+    assert copier.nodes[0].connection.key == "other" and copier.names == [["h:1"]] * 2
+    assert sources.node(("i", 9)).connection.key == "other" and sources.node(("i", 9)).connection.tls is None
 
 
 def test_nodes_are_asked_with_tls_where_there_is_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "client_context", lambda ca: f"context of {ca}")
     sources = _Sources(Followed(), given(ca="our.pem"))  # type: ignore[arg-type]
-    assert sources.node(("i", 9))._tls == "context of our.pem"
+    assert sources.node(("i", 9)).connection.tls == "context of our.pem"
 
 
 def journaling(monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Any, Any, Followed, _Sources]:
@@ -102,7 +102,7 @@ def test_a_journal_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tls, say, seconds, parity) == (None, "say", 0.25, None)
     assert node().name == "h:1" and token() == b"a token"
     sources.renew(OtherTokens(token="another", key="newer"))
-    assert token() == b"another" and node()._key == "newer"
+    assert token() == b"another" and node().connection.key == "newer"
     room(7)
     assert copier.rooms == [(7, "an iteration")]
 

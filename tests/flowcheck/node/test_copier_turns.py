@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import Node
+from flowcheck.ask.client import NodeClient
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.protect import copier as copying
 from flowcheck.node.protect import worker as module
@@ -193,8 +193,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return Thread.made
 
 
-def nodes(*names: str, key: str = "k") -> list[Node]:
-    return [Node((name, 1), key) for name in names]
+def nodes(*names: str, key: str = "k") -> list[NodeClient]:
+    return [NodeClient((name, 1), key) for name in names]
 
 
 def test_each_source_has_a_thread_as_long_as_it_is_named(tmp_path: Path, threads: list[Any]) -> None:
@@ -203,7 +203,7 @@ def test_each_source_has_a_thread_as_long_as_it_is_named(tmp_path: Path, threads
     at.follow(nodes("b", "a", key="newer"))
     assert [(one["name"], one["daemon"], one["target"]) for one in threads] == [
         (f"flowcheck copy {name}:1", True, at._follow) for name in ("a", "b")]
-    assert [one["args"][0] for one in threads] == ["a:1", "b:1"] and at._nodes["a:1"]._key == "newer"
+    assert [one["args"][0] for one in threads] == ["a:1", "b:1"] and at._nodes["a:1"].connection.key == "newer"
     at.follow(nodes("b"))
     (_, turn, ended), (_, other, goes_on) = (one["args"] for one in threads)
     assert turn is not other, "one that hangs holds up no other"
@@ -234,9 +234,9 @@ def test_a_source_is_looked_at_as_it_is_asked_now(tmp_path: Path, monkeypatch: p
     at._nodes["a:1"] = one
     turn, ending = threading.Lock(), Waits(2)
 
-    def look(node: Node, is_set: Callable[[], bool]) -> None:
+    def look(node: NodeClient, is_set: Callable[[], bool]) -> None:
         assert turn.locked() and node is not one and is_set() is False
-        looked.append((node.name, node._key))
+        looked.append((node.name, node.connection.key))
         at._nodes["a:1"] = nodes("a", key="newer")[0]
         if len(looked) == 2:
             raise FlowcheckError("gone", where="there")

@@ -23,8 +23,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck
 
+from flowcheck.ask.client import NodeClient, reader_key
 from flowcheck.checkpoint.directory import Meta, write_step
-from flowcheck.control.ask import Node, reader_key
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.status.board import Board
 from updater.optimizers import OptimizerSpec
@@ -77,7 +77,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         keys, _ = access(config)
         node = stack.enter_context(contextlib.closing(Serving(config, keys.keys, lambda *_, **__: None, board.fd)))
         host, _, port = node.address.rpartition(":")
-        asked = Node((host, int(port)), reader_key(TOKENS["reader"].encode()), LONGEST)
+        asked = NodeClient((host, int(port)), reader_key(TOKENS["reader"].encode()), LONGEST)
         stack.callback(asked.close)
         until(lambda: len(asked.offers()) == 3)
         described = schemathesis.openapi.from_url(

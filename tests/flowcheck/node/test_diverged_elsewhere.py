@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import COPY
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.checkpoint.store import Lane
-from flowcheck.control.ask import COPY, Node
 from flowcheck.control.version import Version
 from flowcheck.node.api.guard import Guard
 from flowcheck.node.api.routes import _Api
@@ -41,8 +42,8 @@ def api() -> Iterator[HandApi]:
         yield made
 
 
-def node(api: HandApi) -> Node:
-    return Node(api.address, KEY, 60.0)
+def node(api: HandApi) -> NodeClient:
+    return NodeClient(api.address, KEY, 60.0)
 
 
 def test_a_node_lists_what_has_diverged_and_offers_none_of_it(shm: Path) -> None:

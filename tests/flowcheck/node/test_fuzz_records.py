@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowcheck.control.ask import reader_key
+from flowcheck.ask.client import reader_key
 from flowcheck.control.protocol import Link, RecordsError, greet
 from fuzz.streams import ODD, Streams, messages
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.ask import MEMORY, AskError, Node
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import MEMORY
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.version import MODEL
 from flowcheck.node.api.routes import make_app
 from flowcheck.node.versions import hashing
@@ -64,7 +66,7 @@ def served(folder: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def test_a_version_that_takes_long_to_hash_is_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three times as long as a node may be silent; several who ask wait for the same hashes."""
     with served(tmp_path, Slow(0.4), monkeypatch) as address:
-        nodes = [Node(address, KEY, seconds=1.0) for _ in range(3)]
+        nodes = [NodeClient(address, KEY, seconds=1.0) for _ in range(3)]
         (offer,) = nodes[0].offers()
         began = time.monotonic()
         versions: list[Any] = []
@@ -81,7 +83,7 @@ def test_a_version_that_takes_long_to_hash_is_had(tmp_path: Path, monkeypatch: p
 
 def test_a_version_that_is_not_hashed_any_further_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path, Slow(600.0), monkeypatch) as address:
-        node = Node(address, KEY, seconds=1.5)
+        node = NodeClient(address, KEY, seconds=1.5)
         (offer,) = node.offers()
         began = time.monotonic()
         with pytest.raises(AskError, match=r"has hashed no more of it for 1\.5 s: 0 of"):
@@ -91,7 +93,7 @@ def test_a_version_that_is_not_hashed_any_further_is_left(tmp_path: Path, monkey
 
 def test_a_version_that_is_removed_while_it_is_hashed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path, Slow(600.0), monkeypatch) as address:
-        node = Node(address, KEY, seconds=60.0)
+        node = NodeClient(address, KEY, seconds=60.0)
         (offer,) = node.offers()
         soon = threading.Timer(1.0, (tmp_path / "flowcheck-n-g-1.replica").unlink)
         soon.start()

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.offer import COPY
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.directory import tensor_sha256
-from flowcheck.control.ask import COPY, Node, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
@@ -155,7 +156,7 @@ def test_it_ends_in_order(start: Callable[..., NodeProcess]) -> None:
         assert (begun["copies"], begun["every"]) == ([api.name], 3)
         key = reader_key(token_bytes(TOKEN))
         host, _, port = begun["api"].rpartition(":")
-        with contextlib.closing(Node((host, int(port)), key, LONGEST)) as node:
+        with contextlib.closing(NodeClient((host, int(port)), key, LONGEST)) as node:
             (offer,) = node.offers()
             assert (offer.tier, offer.step, offer.run_id) == (COPY, 3, "run")
         assert holder.end(signal.SIGINT) == 0

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.ask.offer import DISK, MEMORY
 from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
-from flowcheck.control.ask import DISK, MEMORY
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
 from flowcheck.node.versions import holdings
 from flowcheck.node.versions.held import HOLD_SECONDS, Gone, inode_of

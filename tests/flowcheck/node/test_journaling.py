@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient, reader_key
 from flowcheck.checkpoint.directory import load_step, read_step_manifest
-from flowcheck.control.ask import Node, reader_key
 from flowcheck.control.protocol import Journal as Question
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api.supervisor import Serving
@@ -62,7 +62,7 @@ def start(tmp_path: Path, said: Said, door: Door, monkeypatch: pytest.MonkeyPatc
         host, _, port = api.rpartition(":")
         control = door.address.rpartition(":")
         made.append(Journaling(
-            tmp_path / "copies", api, lambda: Node((host, int(port)), reader_key(TOKEN.encode()), seconds=60.0),
+            tmp_path / "copies", api, lambda: NodeClient((host, int(port)), reader_key(TOKEN.encode()), seconds=60.0),
             (control[0], int(control[2])), TOKEN.encode, None, room,
             lambda event, **fields: said.append((event, fields)), 0.01,
         ))
@@ -93,7 +93,7 @@ def test_a_source_that_is_lost_comes_back_at_its_newest_step(
     with contextlib.closing(Serving(config, TOKEN.encode(), lambda *_, **__: None)) as serving:
         api = serving.address
         host, _, port = api.rpartition(":")
-        node = Node((host, int(port)), reader_key(TOKEN.encode()), seconds=60.0)
+        node = NodeClient((host, int(port)), reader_key(TOKEN.encode()), seconds=60.0)
         copier = Copier(tmp_path / "copies", Rules(), lambda *_, **__: None)
         for _ in range(2):
             source.step()
@@ -182,7 +182,7 @@ def test_a_token_that_is_wrong_is_said_once(source: Source, door: Door, tmp_path
         source.step()
         host, port = door.address.rsplit(":", 1)
         journaling = Journaling(
-            tmp_path / "copies", api.name, lambda: Node(api.address, reader_key(TOKEN.encode()), seconds=60.0),
+            tmp_path / "copies", api.name, lambda: NodeClient(api.address, reader_key(TOKEN.encode()), seconds=60.0),
             (host, int(port)), lambda: b"another token of that length", None, lambda nbytes: None,
             lambda event, **fields: said.append((event, fields)), 0.01)
         journaling.start()

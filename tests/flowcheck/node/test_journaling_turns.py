@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.ask import AskError, Node, Offer
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.protocol import Entry, RecordsError
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.protect import journal_loop as module
@@ -52,14 +54,14 @@ class Scene:
     def __init__(self, tmp_path: Path, api: HandApi, monkeypatch: pytest.MonkeyPatch, name: str = "") -> None:
         monkeypatch.setattr(_Group, "_main", lambda group: None)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        self.now, self.said, self.asked = 1000.0, list[Any](), list[Node]()
+        self.now, self.said, self.asked = 1000.0, list[Any](), list[NodeClient]()
         self.directory, self.name, self.api = tmp_path / "copies", name or api.name, api
         self.journaling = Journaling(
             self.directory, self.name, self.node, ("127.0.0.1", 9), lambda: b"token", None, lambda nbytes: None,
             lambda event, **fields: self.said.append((event, fields)), 7.0)
 
-    def node(self) -> Node:
-        self.asked.append(Node(self.api.address, KEY, 60.0))
+    def node(self) -> NodeClient:
+        self.asked.append(NodeClient(self.api.address, KEY, 60.0))
         return self.asked[-1]
 
     def group(self, shard: str = "") -> _Group:

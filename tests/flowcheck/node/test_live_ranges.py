@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.receiving import AskError
 from flowcheck.checkpoint.directory import tensor_sha256
-from flowcheck.control.ask import AskError, Node, Offer, reader_key
 from flowcheck.control.protocol import Bye, Joined, Patch, Ranges, Wanted
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
@@ -287,7 +289,7 @@ def killed(node: Any, at: Training) -> None:
 def offered(node: Any, step: int, older: int = 0) -> Offer:
     """A version in memory, as the node's HTTP API says it, as soon as it is so many steps old."""
     host, _, port = node.said("listening")[0]["api"].rpartition(":")
-    asked = Node((host, int(port)), reader_key(TOKEN))
+    asked = NodeClient((host, int(port)), reader_key(TOKEN))
     deadline = time.monotonic() + SECONDS
     while True:
         try:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from flowcheck.ask.offer import COPY, DISK, MEMORY, STORE, Offer
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Offer
 from flowcheck.node.protect.losses import frozen, newest_persistent, whole
 from flowcheck.node.protect.placement import Decided, Have, Member, Parity, Recovery, Run, Shard
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.offer import COPY
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.directory import read_step_manifest
-from flowcheck.control.ask import COPY, Node, reader_key
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.protect import journal_loop as module
@@ -31,9 +32,9 @@ from .test_peering import Door
 LONGEST = 60.0
 
 
-def node(address: str) -> Node:
+def node(address: str) -> NodeClient:
     host, _, port = address.rpartition(":")
-    return Node((host, int(port)), reader_key(TOKEN.encode()), seconds=LONGEST)
+    return NodeClient((host, int(port)), reader_key(TOKEN.encode()), seconds=LONGEST)
 
 
 class Scene:

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import PARITY
+from flowcheck.ask.receiving import AskError
 from flowcheck.checkpoint.coding import parity as parity_module
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.rebuilding import PIECES, ask_pieces
-from flowcheck.control.ask import PARITY, AskError, Node
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.api.routes import make_app
@@ -72,7 +74,7 @@ class Group:
     def _holder(self, number: int, sock: socket.socket) -> Iterator[None]:
         directory = self.directory(number)
         others = [address for at, address in enumerate(self.addresses) if at != number]
-        shelf = ParityShelf(directory, lambda: [Node(one, KEY, LONGEST) for one in others], 1 << 30)
+        shelf = ParityShelf(directory, lambda: [NodeClient(one, KEY, LONGEST) for one in others], 1 << 30)
         self.shelves[number] = shelf
         server = server_of(make_app({PARITY: shelf}, KEY, None, StreamShelf(directory)))
         thread = threading.Thread(target=serve, args=(server, sock, Limits()))
@@ -100,7 +102,7 @@ def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
     with HandApi(version(0, "memory")) as one, HandApi(version(1, "memory")) as two:
         for number in (DATA, DATA + 1):
             rounds = Rounds(tmp_path / f"holder{number}", Code(DATA, WITH), number, 1, lambda *_, **__: None)
-            assert rounds.turn([Node(api.address, KEY, LONGEST) for api in (one, two)]) is not None
+            assert rounds.turn([NodeClient(api.address, KEY, LONGEST) for api in (one, two)]) is not None
     with ExitStack() as stack:
         yield lambda *alive: Group(tmp_path, alive, stack)
 
@@ -134,7 +136,7 @@ def test_every_set_of_members_that_are_gone(group: Callable[..., Group], lost: t
 def test_a_look_asks_nobody_twice(group: Callable[..., Group]) -> None:
     """Holders ask each other what they have themselves, and not what they could make of what others have."""
     members = group(0, 1, 2, 3)
-    node = Node(members.addresses[2], KEY, LONGEST)
+    node = NodeClient(members.addresses[2], KEY, LONGEST)
     assert {offer.shard for offer in node.offers()} == {"stage0", "stage1"}
     assert [path for path, _ in members.apis[0].asked] == [PIECES]
     pieces = ask_pieces(node)

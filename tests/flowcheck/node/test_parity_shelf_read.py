@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
 from flowcheck.checkpoint.coding import parity as parity_module
 from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.coding.rebuilding import PIECES, Place
-from flowcheck.control.ask import Node
 from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import Digest
@@ -54,8 +54,8 @@ class Holder:
                 api.versions.append(version(shard, step))
             self.kept[step] = parity_of(self.apis, self.directory, step)
         self.there, self.at = list(self.apis), 100.0
-        self.shelf = ParityShelf(directory, lambda: [Node(one.address, KEY, LONGEST) for one in self.there], 1 << 30,
-                                 lambda: self.at)
+        self.shelf = ParityShelf(directory, lambda: [NodeClient(one.address, KEY, LONGEST) for one in self.there],
+                                 1 << 30, lambda: self.at)
         stack.callback(self.shelf.close)
         for one in self.apis:
             one.asked.clear()
@@ -178,7 +178,7 @@ class Made:
 
 def test_who_failed_is_asked_for_that_no_more_for_a_while(holder: Holder) -> None:
     kept, shelf = holder.kept[6], holder.shelf
-    node = Node(("n", 1), KEY)
+    node = NodeClient(("n", 1), KEY)
     of = {0: [Place(0, node)], 1: [Place(1, node)], 2: [Place(2), Place(2, node)]}
     assert shelf.good(kept, of) == of
     shelf.fail(Made(of[0][0], of[2][0], failed=of[2][0]), kept.mark, "why")  # type: ignore[arg-type]
@@ -194,7 +194,7 @@ def test_who_failed_is_asked_for_that_no_more_for_a_while(holder: Holder) -> Non
 
 def test_where_nobody_knows_who_it_was_all_are_left(holder: Holder) -> None:
     kept, shelf = holder.kept[6], holder.shelf
-    node = Node(("n", 1), KEY)
+    node = NodeClient(("n", 1), KEY)
     of = {0: [Place(0, node)], 1: [Place(1, node)], 2: [Place(2)]}
     shelf.fail(Made(of[0][0], of[2][0]), kept.mark, "a tensor is odd")  # type: ignore[arg-type]
     assert shelf.good(kept, of) == {1: of[1]}

@@ -19,10 +19,12 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.offer import COPY, DISK
+from flowcheck.ask.receiving import AskError
+from flowcheck.ask.sources import take
 from flowcheck.checkpoint.directory import Meta, load_step, write_step
-from flowcheck.control.ask import COPY, DISK, AskError, Node, reader_key
 from flowcheck.control.proof import Proven, Questions, authorization, node_key, nonce_in, place_of, voucher
-from flowcheck.control.sources import take
 from flowcheck.node.api.routes import make_app
 from flowcheck.node.tokens import keys_of
 from flowcheck.node.versions.holdings import DiskShelf
@@ -132,11 +134,11 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def test_nodes_read_from_each_other(api: tuple[str, int], tmp_path: Path) -> None:
-    fetched = take([Node(api, KEY)], None, None, None)
+    fetched = take([NodeClient(api, KEY)], None, None, None)
     assert fetched.model["w"].tolist() == [0.0, 1.0, 2.0, 3.0] and fetched.version.step == 7
-    assert "wrong" in refused(Node(api, node_key(TOKEN).hex()).offers)  # proven it is a key, shown it is none
-    assert "another one" in refused(Node(api, Proven(node_key(b"a token of others").hex())).offers)
-    assert take([Node(api, reader_key(TOKEN))], None, None, None).version.step == 7  # readers show theirs, as ever
+    assert "wrong" in refused(NodeClient(api, node_key(TOKEN).hex()).offers)  # proven it is a key, shown it is none
+    assert "another one" in refused(NodeClient(api, Proven(node_key(b"a token of others").hex())).offers)
+    assert take([NodeClient(api, reader_key(TOKEN))], None, None, None).version.step == 7  # readers show theirs
 
 
 def test_a_man_at_a_members_address_learns_nothing_of_use(api: tuple[str, int]) -> None:
@@ -151,7 +153,7 @@ def test_a_man_at_a_members_address_learns_nothing_of_use(api: tuple[str, int]) 
         return asking(nonces[-1])
 
     with Man(relay) as man:
-        why = refused(Node(man.address, KEY).offers)
+        why = refused(NodeClient(man.address, KEY).offers)
         assert "does not prove" in why
         for _ in range(2):
             status, _, body = said(api, "/v1/versions", {"Authorization": man.shown()})
@@ -172,7 +174,7 @@ def test_what_he_has_heard_of_a_true_answer_is_no_answer_to_another_question(api
     assert status == 200 and headers["flowcheck-proof"]
     old = http_answer(200, body, FlowCheck_Proof=headers["flowcheck-proof"])
     with Man(lambda text: old if b"authorization" in text.lower() else asking(nonce)) as man:
-        assert "does not prove" in refused(Node(man.address, KEY).offers)
+        assert "does not prove" in refused(NodeClient(man.address, KEY).offers)
 
 
 @pytest.mark.parametrize(("answer", "why"), [
@@ -182,7 +184,7 @@ def test_what_he_has_heard_of_a_true_answer_is_no_answer_to_another_question(api
 ])
 def test_nothing_is_shown_to_who_does_not_ask_as_a_node_does(answer: bytes, why: str) -> None:
     with Man(lambda text: answer) as man:
-        assert why in refused(Node(man.address, KEY, seconds=2.0).offers)
+        assert why in refused(NodeClient(man.address, KEY, seconds=2.0).offers)
         assert b"authorization" not in b"".join(man.heard).lower()
 
 
@@ -246,7 +248,7 @@ def test_an_epoch_that_nobody_attached_with_is_never_preferred(tmp_path: Path) -
         write(tmp_path / "disk", 1_000_000, step, claim)
     with answering_here(make_app({DISK: DiskShelf(tmp_path / "disk")}, lambda: KEYS)) as address:
         for key in (KEY, reader_key(TOKEN)):
-            fetched = take([Node(address, key)], None, None, None)
+            fetched = take([NodeClient(address, key)], None, None, None)
             assert (fetched.version.epoch, fetched.version.step) == (2, 7)
 
 
@@ -255,7 +257,7 @@ def test_where_nobody_vouches_for_anything_the_newest_is_taken_as_before(tmp_pat
     write(tmp_path / "disk", 1, 50)
     write(tmp_path / "disk", 2, 7)
     with answering_here(make_app({DISK: DiskShelf(tmp_path / "disk")}, reader_key(TOKEN))) as address:
-        assert take([Node(address, reader_key(TOKEN))], None, None, None).version.epoch == 2
+        assert take([NodeClient(address, reader_key(TOKEN))], None, None, None).version.epoch == 2
 
 
 def test_a_copy_is_offered_under_an_epoch_that_a_follower_vouches_for(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import DISK, MEMORY, STORE
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.control.ask import DISK, MEMORY, STORE, Node
 from flowcheck.node.protect.losses import whole
 from flowcheck.node.protect.placement import Decided, Member, Recovery
 from flowcheck.node.protect.registry_loop import Persistent
@@ -236,7 +237,7 @@ def test_the_newest_persistent_version_of_all_shards(tmp_path: Path) -> None:
             ("a", one.name), ("b", two.name), ("c", "127.0.0.1:9"), ("d", "127.0.0.1:8"))}
         lost = Recovery(2, ("d",), shards=(shard,), void=(shard,))
         decided = Decided(2, members, dict.fromkeys(members, ()), lost)
-        look = Persistent(lambda address: Node(address, KEY, seconds=60.0),
+        look = Persistent(lambda address: NodeClient(address, KEY, seconds=60.0),
                           lambda event, **fields: said.append((event, fields)))
         look(decided)
         until(lambda: said)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.users import file_of
-from flowcheck.control.ask import Node
 from flowcheck.control.user_state import UserState, pack
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.protect import parity_rounds as module
@@ -55,8 +55,8 @@ def make(tmp_path: Path, said: Said) -> Callable[..., Rounds]:
     return one
 
 
-def nodes(apis: list[HandApi], seconds: float = 60.0) -> list[Node]:
-    return [Node(api.address, KEY, seconds) for api in apis]
+def nodes(apis: list[HandApi], seconds: float = 60.0) -> list[NodeClient]:
+    return [NodeClient(api.address, KEY, seconds) for api in apis]
 
 
 def steps(tmp_path: Path) -> list[int]:

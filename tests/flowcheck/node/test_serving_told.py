@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import reader_key
+from flowcheck.ask.client import reader_key
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.api.supervisor import Serving

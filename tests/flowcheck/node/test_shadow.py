@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.ask.offer import Offer
 from flowcheck.checkpoint.directory import Meta, load_step, write_step
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.checkpoint.store import Lane
-from flowcheck.control.ask import Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice

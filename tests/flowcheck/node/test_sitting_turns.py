@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.offer import COPY, DISK, MEMORY, STORE, Offer
+from flowcheck.ask.receiving import AskError
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, AskError, Offer
 from flowcheck.node.protect import registry_loop as sitting
 from flowcheck.node.protect.border import RegistrySettings
 from flowcheck.node.protect.placement import Decided, Member, Recovery, Shard

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from flowcheck.ask.client import NodeClient, reader_key
 from flowcheck.checkpoint.directory import load_step, tensor_sha256
-from flowcheck.control.ask import Node, reader_key
 
 from ..hand_node import until
 from .conftest import LONGEST, TOKEN, NodeProcess
@@ -114,7 +114,7 @@ def test_a_clock_that_jumps(start_node, attach, truth, lan, clock: Callable[[int
         line = node.wait("iteration", iteration=_iteration(run, lan, trainer))
         assert line["published"]
         shown.append(line["time"] - time.time() - moved)
-        asked = Node((host, int(port)), reader_key(TOKEN), LONGEST)
+        asked = NodeClient((host, int(port)), reader_key(TOKEN), LONGEST)
         try:
             ages = [one.age_seconds for one in asked.offers()]
         finally:

@@ -15,10 +15,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.sources import choose
 from flowcheck.checkpoint.directory import Meta, write_step
-from flowcheck.control.ask import Offer
 from flowcheck.control.protocol import Epoch, Joined, Manifest, State
-from flowcheck.control.sources import choose
 from flowcheck.control.start import Start, order, start_text
 from flowcheck.node.config.capture import Capture
 from flowcheck.node.config.control import Control

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.control.ask import reader_key
+from flowcheck.ask.client import reader_key
 from flowcheck.control.proof import node_key
 from flowcheck.node import tokens
 from flowcheck.node.config.node import NodeConfig

@@ -21,7 +21,7 @@ from typing import Any, Self
 from urllib.request import Request, urlopen
 
 import flowcheck
-from flowcheck.control.ask import reader_key
+from flowcheck.ask.client import reader_key
 from lab.children import Children, Cores
 from lab.network import netns
 from lab.network.fabric import Fabric

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import flowcheck
-from flowcheck.control import sources
+from flowcheck.ask import sources
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer.recover import recovery

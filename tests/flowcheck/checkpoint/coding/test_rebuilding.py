@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import COPY, DISK, MEMORY, Offer
+from flowcheck.ask.receiving import SECONDS, AskError
 from flowcheck.checkpoint.coding import parity as parity_module
 from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.coding.rebuilding import (
@@ -24,7 +27,6 @@ from flowcheck.checkpoint.coding.rebuilding import (
     ask_pieces,
     places_of,
 )
-from flowcheck.control.ask import COPY, DISK, MEMORY, SECONDS, AskError, Node, Offer
 from flowcheck.control.version import MODEL
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 
@@ -59,8 +61,8 @@ def kept(apis: list[HandApi], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return parity_of(apis, tmp_path)
 
 
-def node_of(api: HandApi) -> Node:
-    return Node(api.address, KEY, LONGEST)
+def node_of(api: HandApi) -> NodeClient:
+    return NodeClient(api.address, KEY, LONGEST)
 
 
 # -- what a node says that it has ----------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ def test_what_a_node_has_itself(apis: list[HandApi]) -> None:
     apis[0].answers[PIECES] = 200, json.dumps({
         "versions": [one.offer for one in apis[0].versions], "streams": [SAID, SAID | {"number": 3}]}).encode()
     found = ask_pieces(node)
-    assert found.node is node and node._connection is None
+    assert found.node is node and not node.connection.is_open
     assert [(one.tier, one.shard) for one in found.offers] == [("copy", "s0"), ("disk", "s1")]
     assert [one.number for one in found.streams] == [2, 3]
 
@@ -102,7 +104,7 @@ def test_a_list_that_is_none_is_refused(apis: list[HandApi], said: bytes) -> Non
     node = node_of(apis[0])
     with pytest.raises(AskError) as refused:
         ask_pieces(node)
-    assert refused.value.where == apis[0].name and node._connection is None
+    assert refused.value.where == apis[0].name and not node.connection.is_open
 
 
 # -- who has what --------------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ def offer(shard: str, tier: str = COPY, *, step: int = 6, epoch: int = 0, run_id
 def test_who_has_each_stream(kept: Protected) -> None:
     """What is here first, then the others in the order in which they were asked; of one's versions those in memory
     last. What is of something else is no piece of it."""
-    one, two = (Node((name, 1), KEY) for name in ("one", "two"))
+    one, two = (NodeClient((name, 1), KEY) for name in ("one", "two"))
     memory, copy, disk = (offer("s0", tier) for tier in (MEMORY, COPY, DISK))
     of = Stream("r1", 2, kept.mark, 1, "ab")
     wrong = [offer("s0", step=7), offer("s0", epoch=1), offer("s0", run_id="x"), offer("s2")]

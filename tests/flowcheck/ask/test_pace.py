@@ -9,8 +9,8 @@ from random import Random
 
 import pytest
 
-from flowcheck.control.ask import Node
-from flowcheck.control.pace import LEAST, MOST, Pace
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.pace import LEAST, MOST, Pace
 from flowcheck.control.version import MODEL, OPTIMIZER
 
 from ..hand_api import KEY, HandApi, HandVersion
@@ -75,7 +75,7 @@ def test_files_are_read_at_the_pace_of_all() -> None:
     pace, found = Pace(rate), list[bytes]()
 
     def pull(api: HandApi) -> None:
-        node = Node(api.address, KEY, pace=pace)
+        node = NodeClient(api.address, KEY, pace=pace)
         (offer,) = node.offers()
         version = node.version(offer)
         found.append(b"".join(

@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import ask
-from flowcheck.control.ask import AskError, BusyError, FullError, GoneError, Node, Offer, order_of
+from flowcheck.ask import client, connection, receiving, refusals
+from flowcheck.ask.client import NodeClient, order_of
+from flowcheck.ask.connection import Connection
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.pace import Pace
+from flowcheck.ask.receiving import AskError
+from flowcheck.ask.refusals import BusyError, FullError, GoneError, HashingProgress, UnhashedError
 from flowcheck.control.link import MAGIC
-from flowcheck.control.pace import Pace
 from flowcheck.control.tensors import CHUNK, TensorSpec
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.control.user_state import pack
@@ -33,7 +37,7 @@ def refused(call: Any, *given: Any) -> AskError:
     return caught.value
 
 
-def offered(node: Node) -> tuple[Offer, Version]:
+def offered(node: NodeClient) -> tuple[Offer, Version]:
     (offer,) = node.offers()
     return offer, node.version(offer)
 
@@ -48,7 +52,7 @@ def test_the_widest_elements_come_first() -> None:
     assert order_of(version, MODEL) == ["b", "d", "c", "a", "e"] and order_of(version, OPTIMIZER) == []
 
 
-def test_a_file_comes_in_pieces_a_tensor_after_the_other(api: HandApi, node: Node) -> None:
+def test_a_file_comes_in_pieces_a_tensor_after_the_other(api: HandApi, node: NodeClient) -> None:
     size = CHUNK // 4 + 5
     api.versions = [HandVersion(7, {"w": [0.25 * at for at in range(size)], "none": [], "b": [3.0, 4.0]})]
     offer, version = offered(node)
@@ -56,10 +60,12 @@ def test_a_file_comes_in_pieces_a_tensor_after_the_other(api: HandApi, node: Nod
     assert [len(piece) for piece in pieces] == [CHUNK, 20, 8]
     assert b"".join(pieces) == api.versions[0].files[MODEL][-4 * (size + 2) :]
     assert b"".join(map(bytes, node.pieces(offer, version, OPTIMIZER))) == api.versions[0].files[OPTIMIZER][-8:]
-    assert node._connection is None, "it is let go at the end"
+    assert not node.connection.is_open, "it is let go at the end"
 
 
-def test_a_piece_that_is_not_what_the_manifest_says_is_named_when_its_tensor_is_over(api: HandApi, node: Node) -> None:
+def test_a_piece_that_is_not_what_the_manifest_says_is_named_when_its_tensor_is_over(
+    api: HandApi, node: NodeClient,
+) -> None:
     data = bytearray(api.versions[0].files[MODEL])
     data[-5] ^= 1  # of w; b has the last four
     api.versions[0].files[MODEL] = bytes(data)
@@ -71,7 +77,7 @@ def test_a_piece_that_is_not_what_the_manifest_says_is_named_when_its_tensor_is_
 
     error = refused(take)
     assert error.what == "tensor 'w' has other bytes than its manifest says (SHA-256 differs)"
-    assert error.where == f"{api.name}, memory: {MODEL}" and node._connection is None
+    assert error.where == f"{api.name}, memory: {MODEL}" and not node.connection.is_open
     came.clear()
     api.versions[0].files[MODEL] = safetensors({"b": [3.0], "w": [7.5, 2.0]})
     error = refused(take)
@@ -79,11 +85,11 @@ def test_a_piece_that_is_not_what_the_manifest_says_is_named_when_its_tensor_is_
     assert came == []
 
 
-def test_a_file_of_which_only_the_size_is_known(api: HandApi, node: Node) -> None:
+def test_a_file_of_which_only_the_size_is_known(api: HandApi, node: NodeClient) -> None:
     data = bytes(range(256)) * (CHUNK // 256) + b"12345"
     api.answers["/v1/x"] = 200, data
     assert [bytes(piece) for piece in node.raw("/v1/x", len(data), "x")] == [data[:CHUNK], b"12345"]
-    assert node._connection is None and node.received == len(data)
+    assert not node.connection.is_open and node.connection.received == len(data)
     api.answers["/v1/x"] = 200, data[:10]
     error = refused(list, node.raw("/v1/x", 11, "a file"))
     assert (error.what, error.where) == ("has 10 bytes, not 11", "a file")
@@ -93,7 +99,7 @@ def test_a_file_of_which_only_the_size_is_known(api: HandApi, node: Node) -> Non
     assert list(node.raw("/v1/x", 0, "a file")) == []
 
 
-def test_what_a_rank_gave(api: HandApi, node: Node) -> None:
+def test_what_a_rank_gave(api: HandApi, node: NodeClient) -> None:
     api.versions[0].give(1, pack({"user": {"at": 7}}, step=7, rank=1, ranks=2))
     (offer,) = node.offers()
     found = node.user(offer, 1)
@@ -111,20 +117,20 @@ def test_what_a_rank_gave(api: HandApi, node: Node) -> None:
 def test_tensors_are_taken_together_up_to_a_chunk() -> None:
     lie = {"a": (0, 10), "b": (10, CHUNK), "c": (CHUNK, CHUNK + 1), "d": (CHUNK + 1, 4 * CHUNK), "e": (4 * CHUNK,) * 2,
            "f": (4 * CHUNK, 5 * CHUNK)}
-    assert list(ask._together(lie)) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
-    assert list(ask._together({})) == []
+    assert list(client._together(lie)) == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+    assert list(client._together({})) == []
 
 
 def test_where_a_tensor_is_received() -> None:
     digest, rows = Digest(TensorSpec("float32", (2,)), "sum"), torch.zeros(2)
-    assert ask._place("w", digest, rows) == ("w", rows, "sum", None)
+    assert client._place("w", digest, rows) == ("w", rows, "sum", None)
     for apart in (torch.zeros(4)[::2], torch._neg_view(torch.zeros(2))):
-        name, tensor, sha256, into = ask._place("w", digest, apart)
+        name, tensor, sha256, into = client._place("w", digest, apart)
         assert into is apart and tensor.is_contiguous() and (name, sha256, tensor.shape) == ("w", "sum", (2,))
     conjugate = torch.zeros(2, dtype=torch.complex64).conj()
-    placed = ask._place("w", Digest(TensorSpec("complex64", (2,)), ""), conjugate)
+    placed = client._place("w", Digest(TensorSpec("complex64", (2,)), ""), conjugate)
     assert placed.into is conjugate and placed.tensor.dtype == torch.complex64
-    error = refused(ask._place, "w", Digest(TensorSpec("float32", (1 << 50,)), ""), None)
+    error = refused(client._place, "w", Digest(TensorSpec("float32", (1 << 50,)), ""), None)
     assert error.what.startswith(f"no memory for tensor 'w', [{1 << 50}]: ") and "\n" not in error.what
 
 
@@ -132,7 +138,7 @@ def test_where_a_tensor_is_received() -> None:
 
 
 @pytest.mark.parametrize(("said", "start"), [("abc", "abc"), (5, ""), (None, "")])
-def test_which_start_of_the_job_an_offer_is_of(api: HandApi, node: Node, said: Any, start: str) -> None:
+def test_which_start_of_the_job_an_offer_is_of(api: HandApi, node: NodeClient, said: Any, start: str) -> None:
     api.versions[0].offer["start"] = said
     assert node.offers()[0].start == start
 
@@ -141,20 +147,22 @@ def test_which_start_of_the_job_an_offer_is_of(api: HandApi, node: Node, said: A
     ({}, []), ({"absent": ["store", "x", "disk"]}, ["disk", "store"]), ({"absent": "disk"}, []), ({"absent": None}, []),
     ({"withheld": None}, []), ({"withheld": 3}, []),
 ])
-def test_tiers_that_did_not_answer(api: HandApi, node: Node, said: dict[str, Any], silent: list[str]) -> None:
+def test_tiers_that_did_not_answer(api: HandApi, node: NodeClient, said: dict[str, Any], silent: list[str]) -> None:
     api.answers["/v1/versions"] = 200, json.dumps({"versions": [api.versions[0].offer]} | said).encode()
     assert len(node.offers()) == 1 and (node.silent, node.withheld, node.epochs) == (silent, [], {"run": 0})
 
 
-def test_a_node_before_it_was_asked_and_asked_anew() -> None:
+def test_a_node_before_it_was_asked_and_asked_again() -> None:
     pace, tls = Pace(1e6), client_context("system")
-    one = Node(("::1", 7), KEY, 3.0, tls, pace)
+    one = NodeClient(("::1", 7), KEY, 3.0, tls, pace)
+    link = one.connection
     assert (one.silent, one.withheld, one.epochs, one.failed, one.gone) == ([], [], {}, {}, set())
-    assert (one.busy, one.answered, one.received, one.seconds, one.plain) == (False, False, 0, 3.0, None)
+    assert (one.busy, link.answered, link.received, link.seconds, link.plain) == (False, False, 0, 3.0, None)
     for again, seconds in ((one.again(), 3.0), (one.again(0.5), 0.5)):
-        assert (again.name, again.seconds, again.pace, again._tls, again._key) == ("[::1]:7", seconds, pace, tls, KEY)
-        assert again is not one and again._connect().timeout == seconds
-    assert Node(("h", 1), KEY).seconds == ask.SECONDS and Node(("h", 1), KEY)._connect().timeout == ask.SECONDS
+        other = again.connection
+        assert (again.name, other.seconds, other.pace, other.tls, other.key) == ("[::1]:7", seconds, pace, tls, KEY)
+        assert again is not one and other is not link
+    assert NodeClient(("h", 1), KEY).connection.seconds == receiving.SECONDS
 
 
 # -- what is sent and what comes -------------------------------------------------------------------------------------
@@ -193,10 +201,10 @@ class Server:
 def test_what_is_asked(first: int) -> None:
     status = b"206 Partial Content" if first else b"200 OK"
     with Server(b"HTTP/1.1 " + status + b"\r\nContent-Length: 2\r\n\r\nab") as server:
-        one = Node(server.address, KEY)
+        one = Connection(server.address, KEY, 30.0, None, None)
         assert one.open("/v1/x", first, 2).read() == b"ab" and one.answered and one.plain is not None
         one.close()
-        assert (one._connection, one._response, one.plain) == (None, None, None)
+        assert (one.is_open, one.plain) == (False, None)
     line, *headers = server.heard.decode().split("\r\n")
     assert line == "GET /v1/x HTTP/1.1" and f"Authorization: Bearer {KEY}" in headers
     assert "Accept-Encoding: identity" in headers
@@ -212,27 +220,27 @@ def test_what_is_asked(first: int) -> None:
     (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 400_000, "an answer that is too long"),
 ])
 def test_what_is_no_answer(answer: bytes, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "MOST_TEXT", 1000)
+    monkeypatch.setattr(connection, "MOST_TEXT", 1000)
     with Server(answer) as server:
-        error = refused(Node(server.address, KEY).json, "/v1/versions")
+        error = refused(NodeClient(server.address, KEY).connection.json, "/v1/versions")
     assert error.what.startswith(why) and error.where == server.name
 
 
 @pytest.mark.parametrize(("error", "why"), [
-    (ask._TooLong(), "an answer that is too long"), (ask._TooSlow(), "an answer that is too slow"),
+    (connection._TooLong(), "an answer that is too long"), (connection._TooSlow(), "an answer that is too slow"),
     (TimeoutError(), "no answer within 2.5 s"), (EOFError(), "connection lost: EOFError"),
     (OSError(5, "Input/output error"), "connection lost: Input/output error"), (OSError("x"), "connection lost: x"),
     (http.client.BadStatusLine("x"), "what answers there speaks no HTTP"),
     (http.client.RemoteDisconnected("gone"), "connection lost: gone"),
 ])
 def test_how_an_answer_is_lost(error: Exception, why: str) -> None:
-    said = Node(("h", 1), KEY, 2.5).lost(error)
+    said = NodeClient(("h", 1), KEY, 2.5).connection.lost(error)
     assert (said.what, said.where) == (why, "h:1")
 
 
 def refusal(status: int, body: bytes) -> AskError:
     with Server(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)) as server:
-        error = refused(Node(server.address, KEY).json, "/v1/x")
+        error = refused(NodeClient(server.address, KEY).connection.json, "/v1/x")
     assert error.where == server.name
     return error
 
@@ -256,28 +264,30 @@ def test_of_a_refusal_no_more_is_read_than_one_has() -> None:
 
 def test_how_far_a_node_is_with_hashing_is_no_other_refusal() -> None:
     error = refusal(503, b'{"why": "it is being hashed", "hashed": 4}')
-    assert isinstance(error, ask._Unhashed) and (error.what, error.hashed) == ("refused: it is being hashed", 4)
+    assert isinstance(error, UnhashedError) and (error.what, error.hashed) == ("refused: it is being hashed", 4)
 
 
 def test_all_of_it_over_tls(api: HandApi, tmp_path: Path) -> None:
     own, other = issue(tmp_path, "own"), issue(tmp_path, "other")
     server = api._server
     server.socket = server_context(own.cert, own.key).wrap_socket(server.socket, server_side=True)
-    node = Node(api.address, KEY, 30.0, client_context(str(own.ca)))
+    node = NodeClient(api.address, KEY, 30.0, client_context(str(own.ca)))
     offer, version = offered(node)
     assert node.tensors(offer, version, MODEL, {})["w"].tolist() == [7.5, 2.0]
-    opened = node.open("/v1/versions", most=1000)
-    assert node.plain is None and json.loads(opened.read())["versions"]
+    opened = node.connection.open("/v1/versions", most=1000)
+    assert node.connection.plain is None and json.loads(opened.read())["versions"]
     node.close()
-    error = refused(Node(api.address, KEY, 30.0, client_context(str(other.ca))).offers)
+    error = refused(NodeClient(api.address, KEY, 30.0, client_context(str(other.ca))).offers)
     assert error.what.startswith("the node's certificate is not trusted: ") and error.where == api.name
     api.quiet.add("/v1/versions")
-    assert refused(Node(api.address, KEY, 0.2, client_context(str(own.ca))).offers).what == "no answer within 0.2 s"
+    hurried = NodeClient(api.address, KEY, 0.2, client_context(str(own.ca)))
+    assert refused(hurried.offers).what == "no answer within 0.2 s"
 
 
 def test_a_tls_connection_is_not_waited_for_longer_either() -> None:
-    one = Node(("h", 1), KEY, 2.5, ssl.create_default_context())
-    assert one._connect().timeout == 2.5 and isinstance(one._connect(), http.client.HTTPSConnection)
+    one = NodeClient(("h", 1), KEY, 2.5, ssl.create_default_context())
+    made = one.connection._connect()
+    assert made.timeout == 2.5 and isinstance(made, http.client.HTTPSConnection)
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
@@ -288,7 +298,8 @@ class Clock:
 
     def __init__(self, patch: pytest.MonkeyPatch, each: float = 0.0) -> None:
         self.now, self._each, self._asked = 100.0, each, 0
-        patch.setattr(ask, "time", SimpleNamespace(monotonic=self._monotonic))
+        for module in (connection, refusals):
+            patch.setattr(module, "time", SimpleNamespace(monotonic=self._monotonic))
 
     def _monotonic(self) -> float:
         self._asked += 1
@@ -299,55 +310,55 @@ class Clock:
 def paced(seconds: float, data: bytes = b"") -> tuple[Any, socket.socket, socket.socket]:
     near, far = socket.socketpair()
     far.sendall(data)
-    return ask._Paced(near, seconds), near, far
+    return connection._Paced(near, seconds), near, far
 
 
 def test_an_answer_may_take_twice_as_long_as_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "RATE", 1e300)
+    monkeypatch.setattr(connection, "RATE", 1e300)
     Clock(monkeypatch, 1.0)
     one, near, far = paced(2.0, b"0123456789")
     with near, far:
         assert [one.readinto(bytearray(1)) for _ in range(4)] == [1] * 4
-        with pytest.raises(ask._TooSlow):
+        with pytest.raises(connection._TooSlow):
             one.readinto(bytearray(1))
         one.close()
 
 
 def test_what_has_come_gives_time_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "RATE", 2.0)
+    monkeypatch.setattr(connection, "RATE", 2.0)
     Clock(monkeypatch, 1.5)
     one, near, far = paced(1.0, b"0123456789")
     with near, far:
         assert [one.readinto(bytearray(size)) for size in (2, 1, 1)] == [2, 1, 1]  # 1.5 of 2 left, 0.5, -0.5
-        with pytest.raises(ask._TooSlow):
+        with pytest.raises(connection._TooSlow):
             one.readinto(bytearray(1))
         one.close()
 
 
 def test_a_silence_is_one_until_there_is_too_little_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    monkeypatch.setattr(ask, "RATE", 1e300)
+    monkeypatch.setattr(connection, "RATE", 1e300)
     one, near, far = paced(0.05)
     with near, far:
         with pytest.raises(TimeoutError) as silent:
             one.readinto(bytearray(1))
-        assert not isinstance(silent.value, ask._TooSlow)
+        assert not isinstance(silent.value, connection._TooSlow)
         one.close()
     one, near, far = paced(0.05, b"x")
     with near, far:
         clock._each, clock._asked = 0.08, 0
         assert one.readinto(bytearray(1)) == 1
-        with pytest.raises(ask._TooSlow):
+        with pytest.raises(connection._TooSlow):
             one.readinto(bytearray(1))
         one.close()
 
 
 def test_an_answer_has_room_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "MOST_HEAD", 6)
+    monkeypatch.setattr(connection, "MOST_HEAD", 6)
     one, near, far = paced(5.0, b"0123456789")
     with near, far:
         assert (one.readinto(bytearray(5)), one.room, one.readinto(bytearray(1)), one.room) == (5, 1, 1, 0)
-        with pytest.raises(ask._TooLong):
+        with pytest.raises(connection._TooLong):
             one.readinto(bytearray(1))
         one.room += 2
         assert one.readinto(bytearray(100)) == 4, "what is there, at once"
@@ -359,19 +370,20 @@ def test_an_answer_has_room_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_room_for_a_body_is_added_to_what_is_left_for_its_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "MOST_HEAD", 200)
+    monkeypatch.setattr(connection, "MOST_HEAD", 200)
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n"  # and no body, so that the head alone is read by then
     with Server(answer) as server:
-        node = Node(server.address, KEY)
-        node.open("/v1/x", most=100)
-        assert node._paced is not None and node._paced.room == 200 + 2 * 100 - len(answer)
-        node.close()
+        one = Connection(server.address, KEY, 30.0, None, None)
+        one.open("/v1/x", most=100)
+        assert one._paced is not None and one._paced.room == 200 + 2 * 100 - len(answer)
+        one.close()
 
 
 def progress(patch: pytest.MonkeyPatch, nbytes: int = 1000, rate: float = 10.0) -> tuple[Clock, Any]:
-    patch.setattr(ask, "RATE", rate)
+    patch.setattr(connection, "RATE", rate)
+    patch.setattr(refusals, "RATE", rate)
     clock = Clock(patch)
-    return clock, ask._Progress(10.0, nbytes, "a node")
+    return clock, HashingProgress(10.0, nbytes, "a node")
 
 
 def said(one: Any, clock: Clock, *steps: tuple[float, int]) -> str:
@@ -409,7 +421,7 @@ def test_hashing_that_claims_more_than_there_is(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_hashing_has_an_end_whatever_it_claims(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "HASH_SECONDS", 30.0)
+    monkeypatch.setattr(refusals, "HASH_SECONDS", 30.0)
     clock, one = progress(monkeypatch, nbytes=10**9, rate=1e-300)
     assert said(one, clock, (9.0, 10), (18.0, 20), (27.0, 30), (30.0, 40), (30.5, 50)) == (
         f"hashes it too slowly: 50 of {10**9} bytes so far")

@@ -23,19 +23,12 @@ from typing import TypeVar
 
 import torch
 
+from flowcheck.ask.client import MOST_FAILED, NodeClient, split
+from flowcheck.ask.into import Into
+from flowcheck.ask.offer import TIERS, Offer
+from flowcheck.ask.receiving import AskError
+from flowcheck.ask.refusals import BusyError, FullError, GoneError
 from flowcheck.control.address import host_and_port, why_not
-from flowcheck.control.ask import (
-    MOST_FAILED,
-    TIERS,
-    AskError,
-    BusyError,
-    FullError,
-    GoneError,
-    Node,
-    Offer,
-    split,
-)
-from flowcheck.control.into import Into
 from flowcheck.control.start import Key, naming, order
 from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
@@ -69,7 +62,7 @@ class Found:
 
     run_id: str
     shard: str
-    places: tuple[tuple[Node, Offer], ...]
+    places: tuple[tuple[NodeClient, Offer], ...]
     absent: tuple[str, ...]
     withheld: tuple[str, ...] = ()
     lacks: str = ""
@@ -95,7 +88,7 @@ class Found:
         """Versions of which somebody has that rank's own state."""
         return {offer.key for _, offer in self.places if offer.has_user(rank)}
 
-    def of(self, key: Key) -> list[tuple[Node, Offer]]:
+    def of(self, key: Key) -> list[tuple[NodeClient, Offer]]:
         """Who has a version, as `choose` names it, the nearest first."""
         here = [place for place in self.places if place[1].step == key[1]]
         if exact := [place for place in here if place[1].key[2:] == key[2:] and (
@@ -137,7 +130,7 @@ def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
     return out
 
 
-def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
+def look(nodes: Sequence[NodeClient], run_id: str | None, shard: str | None) -> Found:
     """Ask every node what it has. run_id, shard: None takes the only one that there is.
 
     Raises UserError where several runs or shards are there and it was not said which; and where there is one that has a
@@ -182,18 +175,18 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
                  tuple(sorted({offer.shard for _, offer in of_run})))
 
 
-def _named(name: str, offered: list[tuple[Node, Offer]]) -> str:
+def _named(name: str, offered: list[tuple[NodeClient, Offer]]) -> str:
     return ", ".join(sorted({repr(getattr(offer, name)) for _, offer in offered}))
 
 
-def offers_of(nodes: Sequence[Node], full: float = 0.0) -> list[list[Offer] | str]:
+def offers_of(nodes: Sequence[NodeClient], full: float = 0.0) -> list[list[Offer] | str]:
     """What each of them has, or why it does not say; all are asked at once. full: seconds that one may have no
     connection left: all ranks of a job ask at the same time."""
     with ThreadPoolExecutor(len(nodes), "flowcheck look") as pool:
         return list(pool.map(partial(_offers, full=full), nodes))
 
 
-def _offers(node: Node, full: float) -> list[Offer] | str:
+def _offers(node: NodeClient, full: float) -> list[Offer] | str:
     node.misasked = ""
     try:
         return _when_free(node, node.offers, 0.0, full)
@@ -205,8 +198,8 @@ def _offers(node: Node, full: float) -> list[Offer] | str:
 
 
 def _only(
-    name: str, wanted: str | None, offered: list[tuple[Node, Offer]]
-) -> tuple[str, list[tuple[Node, Offer]]]:
+    name: str, wanted: str | None, offered: list[tuple[NodeClient, Offer]]
+) -> tuple[str, list[tuple[NodeClient, Offer]]]:
     there = sorted({getattr(offer, name) for _, offer in offered})
     if wanted is None and len(there) > 1:
         raise UserError(f"the nodes have several: {', '.join(map(repr, there))}", where=name, remedy=f"say {name}=")
@@ -219,11 +212,11 @@ def choose(
     bad: Collection[Key] = (), users: Sequence[Collection[Key]] = (), prefer_user: int = 0,
     stood: Collection[Key] = (),
 ) -> Key | None:
-    """The version to take: the newest that everybody holds; None: there is none.
+    """The version to take: the newest that everybody holds; None: nobody has one.
 
     held: of each rank what it can have, and its status. What is `diverged` is never taken. step: only this one.
     prefer_verified: a version whose own checksums matched for everybody is taken although it is so many steps older, of
-    the same epoch; one that only follows such a version is none. bad: not these. users: of each rank the versions that
+    the same epoch; one that only follows such a version is not. bad: not these. users: of each rank the versions that
     have its own state; if there are some that have everybody's and are at most prefer_user steps older, it is one of
     them. stood: versions of the look before, of which the one chosen could not be had. While a job goes on the newest
     may be built over before it is asked for, each time; what still stands is taken then.
@@ -266,9 +259,9 @@ def fetch(
 
     Sources whose version is verified come first: bytes of others may differ. ranks: whose own states are wanted of an
     offer; then come sources that have more of them.
-    into: tensors of the model to receive into (Node.tensors). Raises NoSource that says of each source why not; then
-    `into` holds anything. Raises UserError if `into` does not fit; then it is as it was, unless tensors in it share
-    memory.
+    into: tensors of the model to receive into (NodeClient.tensors). Raises NoSource that says of each source why not;
+    then `into` holds anything. Raises UserError if `into` does not fit; then it is as it was, unless tensors in it
+    share memory.
     """
     began, passed = time.monotonic(), list(found.absent)
     received = 0
@@ -280,7 +273,7 @@ def fetch(
             if tried[node.name, offer.tier] == MOST_SAME + 1:
                 passed.append(f"{node.name}, {offer.tier}: lists it more than {MOST_SAME} times")
             continue
-        before = node.received
+        before = node.connection.received
         try:
             # One that proved bad is held for some seconds after that, and its node may have no slot for another.
             version = _when_free(node, partial(node.version, offer))
@@ -293,12 +286,12 @@ def fetch(
             passed.append(f"{error.where or node.name}: {error.what}")
             if isinstance(error, GoneError):
                 node.gone.add(offer.id)
-            elif not isinstance(error, BusyError):
+            elif not isinstance(error, BusyError | FullError):
                 node.failed[offer.tier] += 1
             continue
         finally:
             node.close()
-            received += node.received - before
+            received += node.connection.received - before
         source = f"{node.name}, {offer.tier}"
         return Fetched(version, model, state, source, received, time.monotonic() - began, tuple(passed), users)
     raise NoSource(
@@ -308,7 +301,7 @@ def fetch(
 
 
 def _when_free(
-    node: Node, ask: Callable[[], _Given], busy: float | None = None, full: float | None = None
+    node: NodeClient, ask: Callable[[], _Given], busy: float | None = None, full: float | None = None
 ) -> _Given:
     """What it says, as soon as it has room for another. busy, full: seconds that it may have no slot, or no connection.
     As long as usual it is waited for once: a node that has none by then is left at once from there on. Raises AskError.
@@ -317,7 +310,7 @@ def _when_free(
     while True:
         try:
             return ask()
-        except BusyError as error:
+        except (BusyError, FullError) as error:
             given, usual = (full, QUEUE_SECONDS) if isinstance(error, FullError) else (busy, BUSY_SECONDS)
             over = time.monotonic() - began > (usual if given is None else given)
             if given is None:
@@ -329,11 +322,11 @@ def _when_free(
 
 
 def take(
-    nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int | None, users: bool = False,
+    nodes: Sequence[NodeClient], run_id: str | None, shard: str | None, step: int | None, users: bool = False,
     may: Callable[[Found], None] = lambda found: None,
 ) -> Fetched:
     """The newest version that proves good, or `step`. users: with the own states of all ranks that gave one. may:
-    raises where what was found is not to be taken. Raises EnvironmentProblem: there is none; UserError as `look`."""
+    raises where what was found is not to be taken. Raises EnvironmentProblem: nobody has it; UserError as `look`."""
     passed: list[str] = []
     bad: list[Key] = []
     stood: set[Key] = set()
@@ -353,7 +346,7 @@ def take(
             stood = set(found.versions)
     what = f"step {step} is not there" if step is not None and not bad else "there is no version"
     what = "none of the versions that were found is good" if bad else what
-    what = what if any(node.answered for node in nodes) else "nobody answered"
+    what = what if any(node.connection.answered for node in nodes) else "nobody answered"
     why = "; ".join([*passed, *found.absent, *found.withheld])
     raise EnvironmentProblem(f"{what}{f': {why}' if why else ''}", where=", ".join(node.name for node in nodes),
                              remedy="; ".join(found.remedies) or "see the nodes' lines, or a checkpoint directory")

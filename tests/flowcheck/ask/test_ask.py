@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import ask, receiving
-from flowcheck.control.ask import AskError, Node, Offer, reader_key, split
+from flowcheck.ask import client, connection, receiving, refusals
+from flowcheck.ask.client import NodeClient, reader_key, split
+from flowcheck.ask.offer import Offer, spans
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.version import MODEL, OPTIMIZER
 
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion, safetensors, seal
@@ -26,7 +28,7 @@ def refused(call: Any, *given: Any) -> str:
     return caught.value.what
 
 
-def model_of(node: Node, **into: torch.Tensor) -> dict[str, torch.Tensor]:
+def model_of(node: NodeClient, **into: torch.Tensor) -> dict[str, torch.Tensor]:
     (offer,) = node.offers()
     return node.tensors(offer, node.version(offer), MODEL, into)
 
@@ -40,41 +42,41 @@ def test_the_key_is_not_the_token() -> None:
 
 
 def test_who_has_another_key_is_refused(api: HandApi) -> None:
-    assert refused(Node(api.address, KEY[::-1]).offers) == "the token is wrong"
+    assert refused(NodeClient(api.address, KEY[::-1]).offers) == "the token is wrong"
 
 
-def test_what_a_node_offers(api: HandApi, node: Node) -> None:
+def test_what_a_node_offers(api: HandApi, node: NodeClient) -> None:
     api.versions.append(HandVersion(5, tier="disk", epoch=2, shard="dp0", run_id="x", status="unverified"))
     first, second = node.offers()
     assert first == Offer("m0070", "memory", "run", 0, 7, "", "verified", 20, attached=True)
     assert second == Offer(api.versions[1].id, "disk", "x", 2, 5, "dp0", "unverified", 20, attached=True)
-    assert node.name == api.name and Node(("::1", 7), KEY).name == "[::1]:7"
+    assert node.name == api.name and NodeClient(("::1", 7), KEY).name == "[::1]:7"
 
 
 @pytest.mark.parametrize(("said", "whys"), [
     ([], []), (None, []), ({"why": "x"}, []), ([3], []), ([{"why": 3}], []), ([{"why": "a"}, {"why": "b"}], ["a"]),
     ([{"why": "x" * 5000}], ["x" * 400]),
 ])
-def test_what_a_node_withholds(api: HandApi, node: Node, said: Any, whys: list[str]) -> None:
+def test_what_a_node_withholds(api: HandApi, node: NodeClient, said: Any, whys: list[str]) -> None:
     """The reason of the newest, and nothing that is none."""
     api.withheld = said
     assert len(node.offers()) == 1 and node.withheld == whys
 
 
 @pytest.mark.parametrize(("said", "matches"), [(4, 4), (0, 0), (-1, 0), ("4", 0), (True, 0), (None, 0), (1e300, 0)])
-def test_how_many_checksums_had_matched(api: HandApi, node: Node, said: Any, matches: int) -> None:
+def test_how_many_checksums_had_matched(api: HandApi, node: NodeClient, said: Any, matches: int) -> None:
     api.versions[0].offer["matches"] = said
     assert node.offers()[0].matches == matches
 
 
 @pytest.mark.parametrize("said", [b"[]", b"{}", b'{"versions": 3}', b'{"versions": {}}'])
-def test_a_list_that_is_none(api: HandApi, node: Node, said: bytes) -> None:
+def test_a_list_that_is_none(api: HandApi, node: NodeClient, said: bytes) -> None:
     api.answers["/v1/versions"] = 200, said
     assert refused(node.offers) == "does not list versions"
 
 
 @pytest.mark.parametrize("said", [b"", b"{", b"\xff", b"[" * 100_000])
-def test_an_answer_that_is_not_json(api: HandApi, node: Node, said: bytes) -> None:
+def test_an_answer_that_is_not_json(api: HandApi, node: NodeClient, said: bytes) -> None:
     api.answers["/v1/versions"] = 200, said
     assert refused(node.offers) == "an answer that is not JSON"
 
@@ -85,7 +87,7 @@ def test_an_answer_that_is_not_json(api: HandApi, node: Node, said: bytes) -> No
      ("run_id", None), ("epoch", "1"), ("epoch", -1), ("step", True), ("step", -1), ("shard", 0),
      ("status", 1), ("nbytes", -1), ("nbytes", 1.5)],
 )
-def test_an_offer_that_is_none(api: HandApi, node: Node, field: str, value: Any) -> None:
+def test_an_offer_that_is_none(api: HandApi, node: NodeClient, field: str, value: Any) -> None:
     api.versions[0].offer[field] = value
     assert refused(node.offers).startswith("lists a version")
     del api.versions[0].offer[field]
@@ -102,7 +104,7 @@ def test_numbers_of_an_offer_may_be_0() -> None:
     assert Offer.of(said, "x").step == 0
 
 
-def test_whose_own_states_there_are(api: HandApi, node: Node) -> None:
+def test_whose_own_states_there_are(api: HandApi, node: NodeClient) -> None:
     api.versions[0].offer["user"] = [[0, 3], [7, 7]]
     offer = node.offers()[0]
     assert offer.with_user == [0, 1, 2, 3, 7] and offer.has_user(7) and not offer.has_user(4)
@@ -114,20 +116,20 @@ def test_whose_own_states_there_are(api: HandApi, node: Node) -> None:
 
 @pytest.mark.parametrize("ranks", [[], [0], [0, 1, 2], [1, 3, 4, 9]])
 def test_ranks_in_rows(ranks: list[int]) -> None:
-    rows = ask.spans(ranks)
+    rows = spans(ranks)
     assert [rank for first, last in rows for rank in range(first, last + 1)] == ranks
     assert len(rows) == sum(rank - 1 not in ranks for rank in ranks)
 
 
-def test_an_answer_without_an_end(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "MOST_TEXT", 100)
+def test_an_answer_without_an_end(api: HandApi, node: NodeClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "MOST_TEXT", 100)
     api.answers["/v1/versions"] = 200, b" " * 101
     assert refused(node.offers) == "an answer that is too long"
     api.answers["/v1/versions"] = 200, b'{"versions": []}'.ljust(100)
     assert node.offers() == []
 
 
-def test_a_node_that_says_why_not(api: HandApi, node: Node) -> None:
+def test_a_node_that_says_why_not(api: HandApi, node: NodeClient) -> None:
     for status, said, why in ((503, b'{"why": "step 3 is being read"}', "refused: step 3 is being read"),
                               (404, b"[]", "refused: status 404"), (500, b'{"why": 3}', "refused: status 500"),
                               (404, b"nothing", "refused: status 404"), (206, b"{}", "refused: status 206"),
@@ -136,28 +138,28 @@ def test_a_node_that_says_why_not(api: HandApi, node: Node) -> None:
         assert refused(node.offers) == why
 
 
-def test_nobody_is_there(node: Node) -> None:
+def test_nobody_is_there(node: NodeClient) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    assert refused(Node(("127.0.0.1", port), KEY).offers) == "connection lost: Connection refused"
+    assert refused(NodeClient(("127.0.0.1", port), KEY).offers) == "connection lost: Connection refused"
 
 
 def test_a_node_that_is_silent(api: HandApi) -> None:
     api.quiet.add("/v1/versions")
-    assert refused(Node(api.address, KEY, 0.2).offers) == "no answer within 0.2 s"
+    assert refused(NodeClient(api.address, KEY, 0.2).offers) == "no answer within 0.2 s"
 
 
 # -- manifests ---------------------------------------------------------------------------------------------
 
 
-def test_the_manifest_of_an_offer(node: Node) -> None:
+def test_the_manifest_of_an_offer(node: NodeClient) -> None:
     (offer,) = node.offers()
     version = node.version(offer)
     assert (version.run_id, version.epoch, version.step, version.shard) == ("run", 0, 7, "")
     assert list(version.files[MODEL]) == ["w", "b"] and list(version.files[OPTIMIZER]) == ["state.w.momentum_buffer"]
 
 
-def test_a_manifest_that_was_changed(api: HandApi, node: Node) -> None:
+def test_a_manifest_that_was_changed(api: HandApi, node: NodeClient) -> None:
     (offer,) = node.offers()
     api.versions[0].document["step"] = 8
     assert refused(node.version, offer) == (
@@ -166,7 +168,7 @@ def test_a_manifest_that_was_changed(api: HandApi, node: Node) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("run_id", "x"), ("epoch", 3), ("step", 8), ("shard", "dp1")])
-def test_a_manifest_of_another_version(api: HandApi, node: Node, field: str, value: Any) -> None:
+def test_a_manifest_of_another_version(api: HandApi, node: NodeClient, field: str, value: Any) -> None:
     (offer,) = node.offers()
     api.versions[0].document = seal({**api.versions[0].document, field: value})
     assert refused(node.version, offer) == f"offered {field} {getattr(offer, field)!r} and sent {value!r}"
@@ -175,7 +177,7 @@ def test_a_manifest_of_another_version(api: HandApi, node: Node, field: str, val
 # -- tensors -----------------------------------------------------------------------------------------------
 
 
-def test_tensors_come_in_the_manifests_order(api: HandApi, node: Node) -> None:
+def test_tensors_come_in_the_manifests_order(api: HandApi, node: NodeClient) -> None:
     api.versions[0].files[MODEL] = safetensors({"b": [3.0], "w": [7.5, 2.0]})
     found = model_of(node)
     assert list(found) == ["w", "b"] and found["w"].tolist() == [7.5, 2.0] and found["b"].tolist() == [3.0]
@@ -191,14 +193,14 @@ def test_names_may_have_points() -> None:
     }
 
 
-def test_tensors_go_straight_into_what_is_given(api: HandApi, node: Node) -> None:
+def test_tensors_go_straight_into_what_is_given(api: HandApi, node: NodeClient) -> None:
     straight, apart = torch.zeros(1, requires_grad=True), torch.zeros(4)
     found = model_of(node, b=straight, w=apart[::2])
     assert found["b"] is straight and straight.tolist() == [3.0]
     assert found["w"].tolist() == [7.5, 2.0] and apart.tolist() == [7.5, 0.0, 2.0, 0.0]
 
 
-def test_what_is_not_in_row_major_order_is_written_once_its_hash_agreed(api: HandApi, node: Node) -> None:
+def test_what_is_not_in_row_major_order_is_written_once_its_hash_agreed(api: HandApi, node: NodeClient) -> None:
     files = api.versions[0].files
     files[MODEL] = files[MODEL][:-5] + bytes([files[MODEL][-5] ^ 1]) + files[MODEL][-4:]  # b has the last four
     given = torch.zeros(4)
@@ -207,7 +209,7 @@ def test_what_is_not_in_row_major_order_is_written_once_its_hash_agreed(api: Han
 
 
 @pytest.mark.parametrize("at", [0, 5, 8, 11])  # of w's eight bytes and b's four
-def test_a_flipped_bit_on_the_way(api: HandApi, node: Node, at: int) -> None:
+def test_a_flipped_bit_on_the_way(api: HandApi, node: NodeClient, at: int) -> None:
     data = bytearray(api.versions[0].files[MODEL])
     data[len(data) - 12 + at] ^= 0x10
     api.versions[0].files[MODEL] = bytes(data)
@@ -217,7 +219,7 @@ def test_a_flipped_bit_on_the_way(api: HandApi, node: Node, at: int) -> None:
     )
 
 
-def test_a_tensor_that_is_missing(api: HandApi, node: Node) -> None:
+def test_a_tensor_that_is_missing(api: HandApi, node: NodeClient) -> None:
     api.versions[0].files[MODEL] = safetensors({"w": [7.5, 2.0]})
     assert refused(lambda: model_of(node)) == "lacks tensor 'b', which its manifest lists"
 
@@ -237,17 +239,17 @@ def test_a_tensor_that_is_missing(api: HandApi, node: Node) -> None:
         ((2).to_bytes(8, "little") + b"{]", "the safetensors header is not JSON"),
     ],
 )
-def test_a_file_that_is_none(api: HandApi, node: Node, data: bytes, what: str) -> None:
+def test_a_file_that_is_none(api: HandApi, node: NodeClient, data: bytes, what: str) -> None:
     api.versions[0].files[MODEL] = data
     assert refused(lambda: model_of(node)).startswith(what)
 
 
-def test_a_file_that_ends_before_its_header_does(api: HandApi, node: Node) -> None:
+def test_a_file_that_ends_before_its_header_does(api: HandApi, node: NodeClient) -> None:
     api.versions[0].files[MODEL] = b"\x01\x00"
     assert "connection lost: closed before its end" in refused(lambda: model_of(node))
 
 
-def test_a_connection_that_breaks_goes_on_where_it_was(api: HandApi, node: Node) -> None:
+def test_a_connection_that_breaks_goes_on_where_it_was(api: HandApi, node: NodeClient) -> None:
     api.versions[0] = HandVersion(7, {"w": BIG, "b": [3.0]})
     data = api.versions[0].files[MODEL]
     path = f"/v1/versions/{api.versions[0].id}/{MODEL}"
@@ -255,17 +257,17 @@ def test_a_connection_that_breaks_goes_on_where_it_was(api: HandApi, node: Node)
     found = model_of(node)
     assert torch.equal(found["w"], torch.tensor(BIG)) and found["b"].tolist() == [3.0]
     assert [span for asked, span in api.asked if asked == path] == [None, "bytes=5-", f"bytes={len(data) - 3}-"]
-    assert node.received == len(data)
+    assert node.connection.received == len(data)
 
 
-def test_a_connection_that_breaks_too_often(api: HandApi, node: Node) -> None:
+def test_a_connection_that_breaks_too_often(api: HandApi, node: NodeClient) -> None:
     path = f"/v1/versions/{api.versions[0].id}/{MODEL}"
     api.cut[path] = [3, 3, 3]
     assert refused(lambda: model_of(node)) == "connection lost: closed before its end"
     assert api.asked_for(MODEL) == 3
 
 
-def test_a_file_that_is_another_length_the_second_time(api: HandApi, node: Node) -> None:
+def test_a_file_that_is_another_length_the_second_time(api: HandApi, node: NodeClient) -> None:
     path = f"/v1/versions/{api.versions[0].id}/{MODEL}"
     (offer,) = node.offers()
     version = node.version(offer)
@@ -283,12 +285,12 @@ def test_a_file_that_is_another_length_the_second_time(api: HandApi, node: Node)
     )
 
 
-def test_an_answer_that_does_not_say_how_long_it_is(api: HandApi, node: Node) -> None:
+def test_an_answer_that_does_not_say_how_long_it_is(api: HandApi, node: NodeClient) -> None:
     api.unmeasured.add(f"/v1/versions/{api.versions[0].id}/{MODEL}")
     assert "does not say how long" in refused(lambda: model_of(node))
 
 
-def test_a_version_that_is_gone_by_now(api: HandApi, node: Node) -> None:
+def test_a_version_that_is_gone_by_now(api: HandApi, node: NodeClient) -> None:
     (offer,) = node.offers()
     version = node.version(offer)
     api.versions.clear()
@@ -297,19 +299,19 @@ def test_a_version_that_is_gone_by_now(api: HandApi, node: Node) -> None:
     assert api.asked_for(MODEL) == 1  # a refusal is an answer
 
 
-def test_a_file_that_trickles(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_trickles(api: HandApi, node: NodeClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "SECONDS", -1.0)
-    node.seconds = -1.0  # what the deadline adds to the time that the bytes may take
+    node.connection.seconds = -1.0  # what the deadline adds to the time that the bytes may take
     assert refused(lambda: model_of(node)).startswith("too slow: ")
 
 
-def test_an_empty_tensor(api: HandApi, node: Node) -> None:
+def test_an_empty_tensor(api: HandApi, node: NodeClient) -> None:
     api.versions[0] = HandVersion(7, {"w": [], "b": [3.0]}, {})
     found = model_of(node)
     assert found["w"].shape == (0,) and found["b"].tolist() == [3.0]
 
 
-def test_a_node_may_be_closed_at_any_time(node: Node) -> None:
+def test_a_node_may_be_closed_at_any_time(node: NodeClient) -> None:
     node.close()
     assert len(node.offers()) == 1
     node.close()
@@ -319,7 +321,7 @@ def test_a_node_may_be_closed_at_any_time(node: Node) -> None:
 
 @pytest.mark.parametrize(("said", "known"), [(3, 3), (0, 0), (2.5, 2.5), (-1, None), ("3", None), (True, None),
                                              (float("inf"), None), (None, None)])
-def test_the_age_of_an_offer_decides_nothing(api: HandApi, node: Node, said: Any, known: Any) -> None:
+def test_the_age_of_an_offer_decides_nothing(api: HandApi, node: NodeClient, said: Any, known: Any) -> None:
     api.versions[0].offer["age_steps"] = said
     api.versions[0].offer["age_seconds"] = said
     [offer] = node.offers()
@@ -331,12 +333,12 @@ def test_the_age_of_an_offer_decides_nothing(api: HandApi, node: Node, said: Any
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(client, "AGAIN_SECONDS", 0.01)
 
 
 @pytest.mark.parametrize("release", [False, True])
 def test_a_version_that_is_being_hashed_is_asked_for_again(
-    api: HandApi, node: Node, hurried: None, release: bool
+    api: HandApi, node: NodeClient, hurried: None, release: bool
 ) -> None:
     """Also where its node begins anew, having let go of it meanwhile."""
     api.hashing = [0, 4, 4, 12, 0, 4, 19]
@@ -347,7 +349,7 @@ def test_a_version_that_is_being_hashed_is_asked_for_again(
 
 def test_a_version_that_is_hashed_no_further_is_given_up(api: HandApi, hurried: None) -> None:
     api.hashing = [0, 4, *[8] * 100_000]
-    node = Node(api.address, KEY, 0.5)
+    node = NodeClient(api.address, KEY, 0.5)
     (offer,) = node.offers()
     began = time.monotonic()
     assert refused(node.version, offer) == "has hashed no more of it for 0.5 s: 8 of 20 bytes so far"
@@ -358,7 +360,7 @@ def test_a_version_that_is_hashed_too_slowly_is_given_up(api: HandApi, hurried: 
     """A byte now and then, for ever; what a node claims to be ahead buys it no time."""
     api.versions[0].offer["nbytes"] = 1 << 50
     api.hashing = [10**15 + one for one in range(100_000)]
-    node = Node(api.address, KEY, 0.5)
+    node = NodeClient(api.address, KEY, 0.5)
     (offer,) = node.offers()
     began = time.monotonic()
     assert refused(node.version, offer).startswith("hashes it too slowly: 10000000000")
@@ -366,16 +368,16 @@ def test_a_version_that_is_hashed_too_slowly_is_given_up(api: HandApi, hurried: 
 
 
 def test_hashing_has_an_end(api: HandApi, hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "HASH_SECONDS", 0.3)
+    monkeypatch.setattr(refusals, "HASH_SECONDS", 0.3)
     api.versions[0].offer["nbytes"] = 1 << 50
     api.hashing = [10**9 * one for one in range(100_000)]
-    node = Node(api.address, KEY, 30.0)
+    node = NodeClient(api.address, KEY, 30.0)
     (offer,) = node.offers()
     assert refused(node.version, offer).startswith("hashes it too slowly")
 
 
 @pytest.mark.parametrize("said", [b'{"why": "w", "hashed": "4"}', b'{"why": "w", "hashed": true}', b'{"why": "w"}'])
-def test_another_reason_is_one(api: HandApi, node: Node, said: bytes) -> None:
+def test_another_reason_is_one(api: HandApi, node: NodeClient, said: bytes) -> None:
     (offer,) = node.offers()
     api.answers[f"/v1/versions/{offer.id}/manifest.json"] = 503, said
     assert refused(node.version, offer) == "refused: w" and api.asked_for("manifest.json") == 1

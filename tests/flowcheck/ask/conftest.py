@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from flowcheck.control.ask import Node
+from flowcheck.ask.client import NodeClient
 
 from ..hand_api import KEY, HandApi, HandVersion
 
@@ -18,8 +18,8 @@ def api() -> Iterator[HandApi]:
 
 
 @pytest.fixture
-def node(api: HandApi) -> Iterator[Node]:
-    made = Node(api.address, KEY, 30.0)
+def node(api: HandApi) -> Iterator[NodeClient]:
+    made = NodeClient(api.address, KEY, 30.0)
     yield made
     made.close()
 

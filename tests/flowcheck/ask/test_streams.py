@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import receiving
-from flowcheck.control.pace import Pace
-from flowcheck.control.receiving import ATTEMPTS, HASHERS, AskError, Hashing, Received, Stream
+from flowcheck.ask import receiving
+from flowcheck.ask.pace import Pace
+from flowcheck.ask.receiving import ATTEMPTS, HASHERS, AskError, Hashing, Received, Stream
 from flowcheck.control.tensors import CHUNK
 
 DATA = bytes(range(256)) * 4

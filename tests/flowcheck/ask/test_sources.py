@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import sources
-from flowcheck.control.ask import Node
-from flowcheck.control.sources import Key, NoSource, addresses, choose, fetch, look, offers_of, take
+from flowcheck.ask import sources
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.sources import Key, NoSource, addresses, choose, fetch, look, offers_of, take
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -105,8 +105,8 @@ def test_the_choice(name: str) -> None:
 # -- looking -----------------------------------------------------------------------------------------------
 
 
-def nodes(*apis: HandApi, seconds: float = 30.0) -> list[Node]:
-    return [Node(api.address, KEY, seconds) for api in apis]
+def nodes(*apis: HandApi, seconds: float = 30.0) -> list[NodeClient]:
+    return [NodeClient(api.address, KEY, seconds) for api in apis]
 
 
 def test_the_nearest_tier_comes_first(near: HandApi, far: HandApi) -> None:

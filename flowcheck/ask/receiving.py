@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from flowcheck.control.pace import Pace
+from flowcheck.ask.pace import Pace
 from flowcheck.control.tensors import CHUNK, memory
 from flowcheck.errors import FlowcheckError
 

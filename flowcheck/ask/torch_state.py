@@ -24,7 +24,7 @@ def torch_state(
     """What `torch.optim.Optimizer.state_dict()` of the trainer would have given.
 
     optimizer: name and groups in the manifest's form. Options that a group does not name have torch's defaults. An
-    optimizer that rounds as `fused` does is said to be fused. Raises UserError if there is no optimizer, or an odd one.
+    optimizer that rounds as `fused` does is said to be fused. Raises UserError without an optimizer, or for an odd one.
     """
     if not optimizer.get("name"):
         raise UserError(

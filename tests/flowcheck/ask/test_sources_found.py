@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import sources
-from flowcheck.control.ask import BusyError, FullError, Node, Offer
-from flowcheck.control.sources import Fetched, Found, NoSource, addresses, fetch, look, offers_of, take
+from flowcheck.ask import sources
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.offer import Offer
+from flowcheck.ask.refusals import BusyError, FullError
+from flowcheck.ask.sources import Fetched, Found, NoSource, addresses, fetch, look, offers_of, take
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -48,8 +50,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def nodes(*apis: HandApi) -> list[Node]:
-    return [Node(api.address, KEY, 30.0) for api in apis]
+def nodes(*apis: HandApi) -> list[NodeClient]:
+    return [NodeClient(api.address, KEY, 30.0) for api in apis]
 
 
 def spoil(version: HandVersion, file: str = MODEL) -> None:
@@ -85,8 +87,8 @@ def test_names_that_no_machine_has(node: str) -> None:
 # -- what is found -------------------------------------------------------------------------------------------
 
 
-def place(step: int, status: str = "unverified", user: tuple[tuple[int, int], ...] = ()) -> tuple[Node, Offer]:
-    return Node(("h", 1), KEY), Offer(f"m{step}", "memory", "run", 1, step, "a", status, 8, user=user)
+def place(step: int, status: str = "unverified", user: tuple[tuple[int, int], ...] = ()) -> tuple[NodeClient, Offer]:
+    return NodeClient(("h", 1), KEY), Offer(f"m{step}", "memory", "run", 1, step, "a", status, 8, user=user)
 
 
 def test_the_only_run_that_there_was_stays_the_one_that_is_asked_for() -> None:
@@ -224,7 +226,7 @@ def test_the_newest_epoch_of_a_run_is_that_of_any_shard_on_any_node(near: HandAp
 def test_who_has_no_room_for_another_is_waited_for_as_long_as_usual_and_once(
     clock: Clock, error: type[BusyError], seconds: int
 ) -> None:
-    node, asked = Node(("h", 1), KEY), list[float]()
+    node, asked = NodeClient(("h", 1), KEY), list[float]()
 
     def ask() -> None:
         asked.append(clock.now)
@@ -241,7 +243,7 @@ def test_who_has_no_room_for_another_is_waited_for_as_long_as_usual_and_once(
 
 @pytest.mark.parametrize(("error", "times"), [(BusyError, 4), (FullError, 7)])
 def test_who_says_how_long_waits_that_long_each_time(clock: Clock, error: type[BusyError], times: int) -> None:
-    node, asked = Node(("h", 1), KEY), list[float]()
+    node, asked = NodeClient(("h", 1), KEY), list[float]()
 
     def ask() -> None:
         asked.append(clock.now)
@@ -255,7 +257,8 @@ def test_who_says_how_long_waits_that_long_each_time(clock: Clock, error: type[B
 
 
 def test_what_it_says_when_it_has_room_again(clock: Clock) -> None:
-    node, left = Node(("h", 1), KEY), [BusyError("a", where="h"), FullError("b", where="h"), BusyError("c", where="h")]
+    node = NodeClient(("h", 1), KEY)
+    left = [BusyError("a", where="h"), FullError("b", where="h"), BusyError("c", where="h")]
 
     def ask() -> str:
         if left:
@@ -272,7 +275,7 @@ def test_ranks_that_wait_do_not_ask_at_the_same_moments(clock: Clock) -> None:
         raise FullError("full", where="h")
 
     with pytest.raises(FullError):
-        sources._when_free(Node(("h", 1), KEY), ask)
+        sources._when_free(NodeClient(("h", 1), KEY), ask)
     assert 0.5 <= min(clock.pauses) < 0.6 and 1.4 < max(clock.pauses) <= 1.5 and sum(clock.pauses) > 1800
 
 
@@ -294,7 +297,7 @@ def test_nobody_is_waited_for_who_is_only_asked_what_it_has(near: HandApi, clock
 # -- fetching --------------------------------------------------------------------------------------------------
 
 
-def of(*apis: HandApi, users: bool = False) -> tuple[Fetched, list[Node]]:
+def of(*apis: HandApi, users: bool = False) -> tuple[Fetched, list[NodeClient]]:
     """Step 7, and whom it was asked of."""
     asked = nodes(*apis)
     return fetch(look(asked, None, None), (0, 7), {}, lambda offer: offer.with_user if users else ()), asked

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flowcheck.control import receiving
-from flowcheck.control.ask import AskError, Node
+from flowcheck.ask import receiving
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.tensors import CHUNK
 from flowcheck.control.version import MODEL
 
@@ -30,7 +31,7 @@ def api() -> Iterator[HandApi]:
 
 
 def received(api: HandApi, into: bool = False, seconds: float = 30.0) -> dict[str, torch.Tensor]:
-    node = Node(api.address, KEY, seconds)
+    node = NodeClient(api.address, KEY, seconds)
     (offer,) = node.offers()
     made = node.version(offer)
     given = {name: torch.zeros(one.spec.shape) for name, one in made.files[MODEL].items()} if into else {}

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from flowcheck.control import ask
-from flowcheck.control.ask import AskError, Node
+from flowcheck.ask import connection
+from flowcheck.ask.client import NodeClient
+from flowcheck.ask.receiving import AskError
 from flowcheck.control.version import MODEL
 
 from ..hand_api import KEY, HandApi, HandVersion
@@ -22,7 +23,7 @@ JSON = b'{"versions": [' + b" " * (1 << 20)
 
 
 @pytest.fixture
-def drips() -> Iterator[Callable[[bytes, bytes], Node]]:
+def drips() -> Iterator[Callable[[bytes, bytes], NodeClient]]:
     """drips(at once, byte by byte) -> a node that answers so, for as long as it is asked."""
     over = threading.Event()
     with contextlib.ExitStack() as stack:
@@ -38,13 +39,13 @@ def drips() -> Iterator[Callable[[bytes, bytes], Node]]:
                         if over.wait(0.02):
                             return
 
-        def start(begin: bytes, slowly: bytes) -> Node:
+        def start(begin: bytes, slowly: bytes) -> NodeClient:
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             thread = threading.Thread(target=serve, args=(listener, begin, slowly), daemon=True)
             thread.start()
             stack.callback(thread.join, 60)
             stack.callback(over.set)
-            return Node(("127.0.0.1", listener.getsockname()[1]), KEY, seconds=0.5)
+            return NodeClient(("127.0.0.1", listener.getsockname()[1]), KEY, seconds=0.5)
 
         yield start
 
@@ -57,7 +58,7 @@ def drips() -> Iterator[Callable[[bytes, bytes], Node]]:
     (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 100_000),
 ], ids=["status", "headers", "body", "no length", "chunks"])
 def test_an_answer_byte_by_byte_is_left(
-    drips: Callable[[bytes, bytes], Node], begin: bytes, slowly: bytes
+    drips: Callable[[bytes, bytes], NodeClient], begin: bytes, slowly: bytes
 ) -> None:
     node = drips(begin, slowly)
     began = time.monotonic()
@@ -74,7 +75,7 @@ def test_an_answer_byte_by_byte_is_left(
 def test_an_answer_without_end_is_left_however_fast_it_comes(
     begin: bytes, again: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ask, "MOST_TEXT", 1 << 20)
+    monkeypatch.setattr(connection, "MOST_TEXT", 1 << 20)
 
     def serve(listener: socket.socket) -> None:
         sock, _ = listener.accept()
@@ -87,7 +88,7 @@ def test_an_answer_without_end_is_left_however_fast_it_comes(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,), daemon=True)
         thread.start()
-        with contextlib.closing(Node(("127.0.0.1", listener.getsockname()[1]), KEY)) as node:
+        with contextlib.closing(NodeClient(("127.0.0.1", listener.getsockname()[1]), KEY)) as node:
             with pytest.raises(AskError) as error:
                 node.offers()
         assert error.value.what == "an answer that is too long"
@@ -95,15 +96,15 @@ def test_an_answer_without_end_is_left_however_fast_it_comes(
         assert not thread.is_alive()
 
 
-def test_a_quick_answer_in_many_pieces_is_taken(drips: Callable[[bytes, bytes], Node]) -> None:
+def test_a_quick_answer_in_many_pieces_is_taken(drips: Callable[[bytes, bytes], NodeClient]) -> None:
     text = b'{"versions": []}'
     node = drips(HEAD + b"Content-Length: %d\r\n\r\n" % len(text), text)
     assert node.offers() == []
 
 
 @pytest.mark.parametrize("length", ["1" + 400 * "0", "100000000000000000000"])
-def test_a_file_is_no_longer_than_its_manifest_says(length: str, drips: Callable[[bytes, bytes], Node]) -> None:
-    with HandApi(HandVersion(7)) as api, contextlib.closing(Node(api.address, KEY)) as node:
+def test_a_file_is_no_longer_than_its_manifest_says(length: str, drips: Callable[[bytes, bytes], NodeClient]) -> None:
+    with HandApi(HandVersion(7)) as api, contextlib.closing(NodeClient(api.address, KEY)) as node:
         (offer,) = node.offers()
         version = node.version(offer)
     liar = drips(HEAD + b"Content-Length: " + length.encode() + b"\r\n\r\n", b"")

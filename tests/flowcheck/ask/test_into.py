@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flowcheck.control.into import Into
+from flowcheck.ask.into import Into
 from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import UserError
