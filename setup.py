@@ -160,7 +160,10 @@ def compiled() -> list[Extension]:
 
 
 # The trainers' side: rooms of flowcheck/, and modules beside them that only commands use.
-ROOMS = ("ask", "checkpoint", "control", "job", "trainer", "trainer.describe", "trainer.nccl", "trainer.recover")
+ROOMS = (
+    "ask", "checkpoint", "control", "job", "trainer", "trainer.connection", "trainer.describe", "trainer.nccl",
+    "trainer.recover",
+)
 COMMANDS = ("cli", "tables")
 
 

@@ -26,11 +26,11 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from flowcheck.control.checksum import library
@@ -39,15 +39,17 @@ from flowcheck.errors import FlowcheckError, UserError, of_the_machine
 from flowcheck.job.clock import Clock
 from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
+from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.description import Model, check_gradients
 from flowcheck.trainer.describe.megatron import torch_optimizer
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.describe.wrapped import parts_of
-from flowcheck.trainer.following import STATES, Following, serve
-from flowcheck.trainer.loop import AttachmentState, Given, Over, Told
+from flowcheck.trainer.following import Following, serve
+from flowcheck.trainer.loop import AttachmentState, Given, IterationInputs, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology
-from flowcheck.trainer.sender import Sender
+from flowcheck.trainer.nodes import STATES
 from flowcheck.trainer.settings import address_of, context_of, nodes_of, stall_of, tokens_of
+from flowcheck.trainer.step_hooks import StepHooks
 from flowcheck.trainer.user import Keeper
 
 __all__ = ["Attachment", "attach"]
@@ -105,7 +107,7 @@ def attach(
     )
 
 
-class Attachment(Told):
+class Attachment(IterationInputs):
     """Made by `attach`. `state` and `why` say how it is; `step` or `iteration` says that an iteration is over."""
 
     def __init__(
@@ -118,9 +120,8 @@ class Attachment(Told):
         self._cadence, self._max_stall = Cadence(checksum_every, self._say), max_stall_s
         self._refused = ""
         self._closed = False
-        self._stepped = -1  # of the optimizer since the last boundary; -1: its hook has not been heard of yet
+        self._hooks = StepHooks(self._optimizer, self._ready, self._after_step)
         self._parts: list[Following] = []
-        self._hooks: list[Any] = []
         self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
             parts = parts_of(model, optimizer)
@@ -143,8 +144,7 @@ class Attachment(Told):
             self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say,
                                          partial(self._reduced, len(self._parts))))
         self._describe()
-        self._hooks = [self._optimizer.register_step_pre_hook(self._before_step),
-                       self._optimizer.register_step_post_hook(self._after_step)]
+        self._hooks.begin()
 
     def _describe(self) -> None:
         """All parts together; and what is so now is right."""
@@ -171,7 +171,7 @@ class Attachment(Told):
 
     @property
     def _senders(self) -> list[Sender]:
-        return [sender for one in self._parts for sender in one.senders]
+        return [sender for one in self._parts for sender in one.nodes.senders]
 
     @property
     def parts(self) -> list[str]:
@@ -191,7 +191,8 @@ class Attachment(Told):
     def why(self) -> str:
         """Why the state is not "attached", or why the last iteration had no record, or "". Of several nodes: of each
         that is not."""
-        if reason := self._refused or next(filter(None, (one.unsaid for one in self._parts)), "") or self._keeper.why:
+        unsaid = next(filter(None, (one.records.unsaid for one in self._parts)), "")
+        if reason := self._refused or unsaid or self._keeper.why:
             return reason
         reasons = [(one, one.why(self._closed)) for one in self._parts]
         several = len(self._parts) > 1
@@ -201,7 +202,7 @@ class Attachment(Told):
     def epoch(self) -> int:
         """Under which nodes have versions of this start: as `attach` was told, or a newer one that a node has given it
         because another start of the run has made these steps already."""
-        return max((one.epoch for one in self._parts), default=self._said_epoch)
+        return max((one.nodes.epoch for one in self._parts), default=self._said_epoch)
 
     @property
     def checksum_every(self) -> int:
@@ -211,7 +212,7 @@ class Attachment(Told):
     @property
     def published(self) -> tuple[int, str]:
         """(iteration, status) of the nodes' newest version; (-1, "") if there is none. Of several parts the oldest."""
-        return min((one.published for one in self._parts), default=(-1, ""))
+        return min((one.nodes.published for one in self._parts), default=(-1, ""))
 
     # -- the training thread --
 
@@ -235,8 +236,8 @@ class Attachment(Told):
 
     def _step(self, clip: float | None, scale: float | None, skipped: bool, user: Given) -> None:
         heard = next((said for one in self._parts if (said := one.part.said()) is not None), None)
-        stepped, self._stepped = max(self._stepped, 0), 0
-        if stepped > 1 and any(one.job is not None for one in self._parts):
+        stepped, self._hooks.steps = self._hooks.steps, 0
+        if stepped > 1 and any(one.manifest is not None for one in self._parts):
             # Records and traffic would be counted differently from here on.
             raise UserError(
                 f"the optimizer stepped {stepped} times since the last call of step()",
@@ -262,9 +263,9 @@ class Attachment(Told):
         for number, one in enumerate(self._parts):
             one.over(it)
             if self._changes is not None:
-                self._changes.expect(number, one.job is not None)
-        self._keep_places()
-        summed = sum(one.summing for one in self._parts) if checked else None
+                self._changes.expect(number, one.manifest is not None)
+        self._hooks.keep_places()
+        summed = sum(one.records.summing for one in self._parts) if checked else None
         self._cadence.over(begin, summed or None)
         self._keeper.over()
         serve(self._parts, self._max_stall, self.number)
@@ -276,7 +277,7 @@ class Attachment(Told):
         change, self._keeper.trained = self._changes.over(stepped), self._changes.trained
         if change is None or (told and change.gradients):
             return ""
-        where, known = f"iteration {self.number}", any(one.job is not None for one in self._parts)
+        where, known = f"iteration {self.number}", any(one.manifest is not None for one in self._parts)
         if change.rule is Rule.REFUSED and known:
             raise UserError(change.what, where=where, remedy="nothing between backward() and optimizer.step() but"
                             " clip_grad_norm_ and a GradScaler; or its factor, in step()")
@@ -289,7 +290,7 @@ class Attachment(Told):
         for one in self._parts:
             one.describe()
         self._describe()
-        if not any(one.job is not None for one in self._parts):
+        if not any(one.manifest is not None for one in self._parts):
             return ""  # whatever it was, no version was built on it
         self._renewals = [one for one in self._renewals if one > self.number - RENEWED_WITHIN] + [self.number]
         if len(self._renewals) > RENEWALS:
@@ -297,15 +298,6 @@ class Attachment(Told):
                             where=where, remedy="change the model and the optimizer's state by optimizer.step() alone,"
                             " or attach where such changes are over")
         return f"{where}: {what}"
-
-    def _keep_places(self) -> None:
-        """Before the update comes what was registered first, and after it what comes first: the hook that looks at
-        gradients is the last one before it, and the one that reads what the step has used the first one after it."""
-        before, after = self._hooks
-        for hooks, hook, last in ((self._optimizer._optimizer_step_pre_hooks, before, True),
-                                  (self._optimizer._optimizer_step_post_hooks, after, False)):
-            if len(hooks) > 1 and hook.id in hooks and next(reversed(hooks) if last else iter(hooks)) != hook.id:
-                cast(Any, hooks).move_to_end(hook.id, last=last)
 
     def close(self, seconds: float = 5.0) -> None:
         """Send the records of the last iterations and say goodbye. Returns when the nodes have read that, which is
@@ -315,15 +307,15 @@ class Attachment(Told):
             return
         try:
             deadline = time.monotonic() + seconds
-            for sender in self._senders:
-                sender.part(Bye())
-            for sender in self._senders:
-                sender.finish(max(0.0, deadline - time.monotonic()))
-            for hook in self._hooks:
-                hook.remove()
-            for one in self._parts:
-                one.part.close()
-            self._deafen()
+            with ExitStack() as ends:  # each of these, whatever comes of those before it
+                ends.callback(self._deafen)
+                for one in self._parts:
+                    ends.callback(one.part.close)
+                ends.callback(self._hooks.end)
+                for sender in self._senders:
+                    sender.part(Bye())
+                for sender in self._senders:
+                    sender.finish(max(0.0, deadline - time.monotonic()))
         except Exception as error:
             self._refuse(error)
         self._closed = True
@@ -331,27 +323,10 @@ class Attachment(Told):
     # -- what torch calls, in the training thread --
 
     def _reduced(self, part: int, whole: bool) -> None:
-        if self._changes is not None and self._parts[part].job is not None:
+        if self._changes is not None and self._parts[part].manifest is not None:
             self._changes.reduced(part, whole)
         if whole and len(self._parts) == 1:  # of several, another's gradients are still multiplied
             self._reduced_anew()
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: dict[str, Any]) -> Any:
-        """Called by torch. A closure makes the gradients within the step: what is looked at comes after it."""
-        self._stepped = max(self._stepped, 0) + 1
-        closure = named.get("closure", given[1] if len(given) > 1 else None)
-        if not callable(closure):
-            self._ready()
-            return None
-
-        def then_ready() -> Any:
-            result = closure()
-            self._ready()
-            return result
-
-        if "closure" in named:
-            return given, named | {"closure": then_ready}
-        return (given[0], then_ready, *given[2:]), named
 
     def _ready(self) -> None:
         if self._refused or self._closed or self._changes is None:
@@ -371,7 +346,7 @@ class Attachment(Told):
             return
         try:
             for one in self._parts:
-                one.after_step()
+                one.records.after_step()
             self._changes.stepped()
         except Exception as error:
             self._refuse(error)

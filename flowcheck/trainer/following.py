@@ -2,45 +2,38 @@
 
     one = Following(part, optimizer, topology, collectives, ...)
     one.connect(addresses, token, tls)          senders begin
-    one.before_step(); one.after_step()         what it may not be; hyper-parameters as the step has used them
+    one.before_step()                           what no step may be
     one.over(iteration)                         at a boundary: the job is known, or again, or a record goes out
     serve(parts, seconds, n)                    after that, of all parts: the state, to nodes that ask for all of it
 
-An attachment has one of these for each part, and tells all of them what an iteration was. Everything belongs to the
-training thread but what senders call: `_opening`, `_said` and the source's `prepare`.
+An attachment has one of these for each part, and gives each iteration to all of them. The nodes are in nodes.py,
+records in records.py, and the whole state goes up by state_upload.py. Everything belongs to the training thread but
+what senders call: `_opening`, and the records' `prepare`.
 """
 
 from __future__ import annotations
 
-import math
 import ssl
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from flowcheck.control.checksum import Sums, begin_checksums
-from flowcheck.control.protocol import Flows, Manifest, Notice, Ranges, Record, State, User
+from flowcheck.control.protocol import Flows, Manifest, Notice
 from flowcheck.errors import UserError
-from flowcheck.job.clock import Clock
-from flowcheck.job.model import Job
-from flowcheck.trainer.describe.description import Model, Watch, entries, group_options
-from flowcheck.trainer.describe.parts import Part, local
-from flowcheck.trainer.framed import Frames
+from flowcheck.trainer.describe.description import Model, Watch, entries
+from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.loop import AttachmentState, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
-from flowcheck.trainer.ranges import Source, Wish
-from flowcheck.trainer.sample import Sampler, Taken, states
-from flowcheck.trainer.sender import Sender
+from flowcheck.trainer.nodes import Nodes
+from flowcheck.trainer.records import Records
 from flowcheck.trainer.starts import Identity, started
+from flowcheck.trainer.state_upload import StateUpload
 
 __all__ = ["Following", "serve"]
 
-STATES = [*AttachmentState]
 BLANKS = 3
 PATIENCE = 10  # iterations of a job that is not known, until that is said
 
@@ -56,7 +49,7 @@ def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
 
 
 class Following:
-    """name: under which a node knows it. unsaid: why the newest iteration has no record. say: a line of the log.
+    """name: under which a node knows it. say: a line of the log. manifest: of the job; None: it is not known.
     reduced: called when a backward pass is over, as of Part.listen."""
 
     def __init__(
@@ -71,27 +64,21 @@ class Following:
         self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
         self.described: Model = entries(part, optimizer)
         self._topology, listed = sources_of(part.group, topology, collectives)
-        self.rank, self._ranks = dist.get_rank(part.group), dist.get_world_size(part.group)
-        if self._ranks < 2:
+        if dist.get_world_size(part.group) < 2:
             raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
+        self._leads = dist.get_rank(part.group) == 0
         self.watch = Watch(
             part, optimizer, self.described, listed, lambda: self._topology()["communicator"], run_id, epoch
         )
-        self.source = Source(part, optimizer, self.described)
-        self._sampler = Sampler(part, optimizer, self.described, run_id, epoch)
         self._entries = _named(part)
         self._run = run_id, epoch
-        self.job: Job | None = None
-        self._first = 0
+        self.manifest: Manifest | None = None
         self._flows: list[dict[str, Any]] | None = None
-        self._groups: list[dict[str, Any]] | None = None  # of the last step
-        self._frames = Frames()
-        self._stepped_with: list[dict[str, Any]] | None = None  # of the step before the boundary
         self._meeting = False  # the job has just become known
-        self.unsaid = ""
-        self.summing = 0.0  # seconds that the checksums of the last boundary that had some have taken
-        self.senders: list[Sender] = []
-        self._answered = threading.Event()  # by any of the nodes
+        self.nodes = Nodes(epoch, say)
+        self.records = Records(part, optimizer, self.described, run_id, epoch, self._leads, say)
+        self._upload = StateUpload(part, optimizer, self._leads, lambda: self.described.names, self.records.options,
+                                   self.nodes.answered)
         part.listen(self._heard)
 
     def _heard(self, whole: bool) -> None:
@@ -103,57 +90,25 @@ class Following:
         iteration: int = 0,
     ) -> None:
         """iteration: the first that is to come."""
-        identity = Identity(*self._run, self.rank, self._ranks, self.name, started(self.name, iteration),
-                            tuple(dist.get_process_group_ranks(self.part.group)))
-        for address in addresses:
-            self.senders.append(Sender(
-                address, token, identity, self._opening, partial(self._said, address), self._prepare,
-                self._answered, tls,
-            ))
-        for sender in self.senders:
-            sender.start()
+        group = self.part.group
+        identity = Identity(
+            *self._run, dist.get_rank(group), dist.get_world_size(group), self.name, started(self.name, iteration),
+            tuple(dist.get_process_group_ranks(group)),
+        )
+        self.nodes.connect(addresses, token, tls, identity, self._opening, self.records.prepare)
 
     # -- what it is --
 
     @property
     def state(self) -> AttachmentState:
         """That of the best of the nodes."""
-        return min((self._state(sender) for sender in self.senders), key=STATES.index)
-
-    def _state(self, sender: Sender) -> AttachmentState:
-        if sender.final:
-            return AttachmentState.REFUSED
-        if not sender.connected:  # the first attempt may still be under way
-            return AttachmentState.LOST if sender.tried.is_set() else AttachmentState.WATCHING
-        if self.job is None:
-            return AttachmentState.WATCHING
-        return AttachmentState.ATTACHED if sender.attached else AttachmentState.ATTACHING
+        return self.nodes.state(self.manifest is not None)
 
     def why(self, closed: bool) -> str:
         """Why it is not attached to a node, each of those; or ""."""
-        connected = any(sender.connected for sender in self.senders)
-        if self.job is None and (connected or not self.senders):
+        if self.manifest is None and self.nodes.connected:
             return self.watch.why  # whatever a node says meanwhile: it is waiting for the job
-        reasons = [(sender, self._why(sender, closed)) for sender in self.senders]
-        return "; ".join(f"{self._called(sender.address)}{why}" for sender, why in reasons if why)
-
-    def _why(self, sender: Sender, closed: bool) -> str:
-        return sender.why or ("" if closed or self._state(sender) is AttachmentState.ATTACHED else
-                              "the node has not joined yet")
-
-    def _called(self, address: tuple[str, int]) -> str:
-        """A node, where there are several."""
-        return f"{address[0]}:{address[1]}: " if len(self.senders) > 1 else ""
-
-    @property
-    def epoch(self) -> int:
-        """Under which nodes have versions of this start: the newest, where they number it themselves."""
-        return max([self._run[1], *(sender.epoch for sender in self.senders if sender.epoch is not None)])
-
-    @property
-    def published(self) -> tuple[int, str]:
-        """(iteration, status) of the nodes' newest version; (-1, "") if there is none."""
-        return max(((sender.iteration, sender.status) for sender in self.senders), default=(-1, ""))
+        return self.nodes.why(self.manifest is not None, closed)
 
     # -- the training thread --
 
@@ -161,18 +116,11 @@ class Following:
         """Raises UserError for a step that no replica could follow."""
         self.part.check()
 
-    def after_step(self) -> None:
-        """The options that it used: a hook of the script may have set them right before it."""
-        read = partial(group_options, self.described, self._optimizer)
-        self._groups = self._frames.options.of(self._optimizer.param_groups, read)
-
     def describe(self) -> None:
         """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
         self.described = entries(self.part, self._optimizer)
-        self.source = Source(self.part, self._optimizer, self.described)
-        self._sampler = Sampler(self.part, self._optimizer, self.described, *self._run)
+        self.records.describe(self.described)
         self._entries = _named(self.part)
-        self._frames = Frames()
         self.watch.redescribe(self.described)
 
     def odd_entries(self) -> str:
@@ -187,10 +135,10 @@ class Following:
 
     def over(self, it: Over) -> None:
         """Raises UserError where the job can no longer be followed."""
-        self._stepped_with, self._groups = self._groups, None
+        self.records.turn()
         passes, self._passes = self._passes, 0
         self.part.over()
-        if self.job is not None:
+        if self.manifest is not None:
             if self.watch.again(it.number):
                 self._check_blank(it)
                 self._odd(it)
@@ -214,24 +162,25 @@ class Following:
                     " attach anew",
                 )
         else:
-            self.job, self._first = self.watch.look(passes), it.number
-            self._watched = 0 if self.job is not None else self._watched + 1
+            job = self.watch.look(passes)
+            self.manifest = Manifest(job.to_dict(), it.number) if job is not None else None
+            self._watched = 0 if job is not None else self._watched + 1
             self._say_watching()
-            if self.job is not None:
+            if job is not None:
                 self._flows = self._topology()["flows"]
                 self.part.known(True)
                 self.part.listen(self._heard)
                 self._meeting = True
                 return
-        if followers := [sender for sender in self.senders if sender.follows]:
-            self._send_record(followers, it)
+        if followers := [sender for sender in self.nodes.senders if sender.follows]:
+            self.records.send(followers, it)
 
     def open(self, seconds: float) -> None:
         """Once the job is known, nodes are told; of several, one that is not connected by now is not waited for."""
         if self._meeting:
-            if len(self.senders) == 1:
-                self.senders[0].tried.wait(seconds)
-            for sender in self.senders:
+            if len(self.nodes.senders) == 1:
+                self.nodes.senders[0].tried.wait(seconds)
+            for sender in self.nodes.senders:
                 sender.open_again()
 
     def serve(self, deadline: float, number: int) -> None:
@@ -241,12 +190,10 @@ class Following:
         node that asks for ranges needs none of it, and one that has to look for channels first asks later."""
         meeting, self._meeting = self._meeting, False
         if meeting and all(flow.get("channel") is not None for flow in self._flows or ()):
-            self._serve([sender for sender in self.senders if not sender.by_ranges], deadline, number, meeting=True)
-        elif self.job is not None and (wanting := [one for one in self.senders if self._wants(one)]):
-            self._serve(wanting, deadline, number)
-
-    def _wants(self, sender: Sender) -> bool:
-        return self.rank == 0 and "state" in sender.wanted
+            patient = [sender for sender in self.nodes.senders if not sender.node.by_ranges]
+            self._upload.serve(patient, deadline, number, meeting=True)
+        elif self.manifest is not None and (due := [one for one in self.nodes.senders if self._upload.is_due(one)]):
+            self._upload.serve(due, deadline, number)
 
     def _say_watching(self) -> None:
         """Where a job stays unknown the log says why, and the node, which hears nothing else of it."""
@@ -254,8 +201,8 @@ class Following:
             return
         if self._watched == PATIENCE:
             self._say(f"{PATIENCE} iterations were watched, and the job is not known yet: {self.watch.why}")
-        for sender in self.senders:
-            if sender.takes_notice:
+        for sender in self.nodes.senders:
+            if sender.node.takes_notice:
                 sender.put(Notice(self.watch.why))
 
     def _check_blank(self, it: Over) -> None:
@@ -274,144 +221,28 @@ class Following:
         node can place nothing after it, until the job is known again."""
         self._say(self.watch.why)
         if self.watch.whole and not it.renewed and not self.part.changed and (
-            followers := [sender for sender in self.senders if sender.follows]
+            followers := [sender for sender in self.nodes.senders if sender.follows]
         ):
-            self._send_record(followers, it)
+            self.records.send(followers, it)
         self._forget()
 
     def _forget(self) -> None:
         """The job is not known any more."""
-        self.job = None
+        self.manifest = None
         self.part.known(False)
-        for sender in self.senders:
-            sender.wanted, sender.joined, sender.pledged = frozenset(), None, None
-
-    def _serve(self, senders: list[Sender], deadline: float, over: int, meeting: bool = False) -> None:
-        """Give the state to those that want it, once each, and wait until they have it. meeting: wait until the others
-        have joined, too, or want it."""
-        given: dict[Sender, str] = {}  # and what each had noticed by then
-        number = Clock().after(over)  # of updates so far, which is the number of the next iteration
-        self._answered.clear()
-        while True:
-            wanting = [sender for sender in senders if sender not in given and self._wants(sender)]
-            given |= {sender: sender.notice for sender in wanting}
-            if wanting:
-                self._send_state(wanting, number)
-            waiting = [
-                sender for sender in senders if sender.connected and (
-                    # Wanted again, or something noticed: it came too late. Again at the next boundary, or when asked.
-                    sender.joined != number and "state" not in sender.wanted and sender.notice in ("", given[sender])
-                    if sender in given else meeting and sender.joined is None
-                )
-            ]
-            left = deadline - time.monotonic()
-            if not waiting or left <= 0:
-                return
-            self._answered.wait(left)
-            self._answered.clear()
-
-    def _options(self) -> list[dict[str, Any]]:
-        """As the step used them; where it made none, as they are."""
-        return self._stepped_with or group_options(self.described, self._optimizer)
-
-    def _send_record(self, senders: list[Sender], it: Over) -> None:
-        clip = it.clip
-        if it.skipped and clip is not None and not math.isfinite(clip):
-            clip = 1.0  # no gradient was used, whatever it was multiplied with: the norm of an overflow is no number
-        for what, value in (("clip", clip), ("scale", it.scale)):
-            if value is not None and not math.isfinite(value):
-                # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.
-                why = f"no record of iteration {it.number}: {what} is {float(value)}"
-                if not self.unsaid:
-                    self._say(why)
-                self.unsaid = why
-                return
-        self.unsaid = ""
-        kept = it.kept() if any(sender.takes_user for sender in senders) else None
-        clip, scale = None if clip is None else float(clip), None if it.scale is None else float(it.scale)
-        options = self._options()
-        if not it.checked and not self.described.buffers and (sample := self._sampler.text(it.number)):
-            # Numbers alone, of what is here and as it was.
-            text = self._frames.record(options, it.number, clip, scale, bool(it.skipped), sample, 0)
-            senders = [one for one in senders if self._put_now(one, it, kept, text) is None]
-            if not senders:
-                return
-        self._send_made(senders, it, Record(it.number, options, clip, scale, bool(it.skipped)), kept)
-
-    def _put_now(self, sender: Sender, it: Over, kept: bytes | None, text: bytes) -> bool | None:
-        self._answer(sender, it.number)
-        return sender.put_now(it.number, it.rank, kept if sender.takes_user else None, text)
-
-    def _answer(self, sender: Sender, number: int) -> None:
-        """Before the record: who has that has what it asked for."""
-        for link, wish in sender.asked():
-            sender.put(*self.source.answer(wish, number), asked_on=link)
-
-    def _send_made(self, senders: list[Sender], it: Over, record: Record, kept: bytes | None) -> None:
-        held: Mapping[str, torch.Tensor] = {}
-        sums: Sums | None = None
-        buffers = self.described.buffers
-        if buffers or it.checked:
-            state = self.part.state_dict()
-            if it.checked:
-                begin = time.monotonic()
-                tensors = {entry.name: state[entry.name] for entry in self.described.entries}
-                sums = begin_checksums(states(self.described, self._optimizer) | tensors)
-                self.summing = time.monotonic() - begin
-            if self.rank == 0:
-                held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
-        payload = self._sampler.take(it.number, held)
-        fill: Callable[[Record], None] | None = partial(_filled, sums, payload)
-        if sums is None and payload.here:  # nothing has to be waited for
-            record.sample, fill = payload.text(), None
-        for sender in senders:
-            self._answer(sender, it.number)
-            own: list[tuple[Any, Any]] = []
-            if kept is not None and sender.takes_user:
-                own.append((User(it.number, it.rank), kept))
-            sender.put_all([*own, (record, payload)], fill)
-
-    def _send_state(self, senders: list[Sender], number: int) -> None:
-        """Model and optimizer as they are now, before iteration `number`."""
-        for sender in senders:
-            sender.wanted, sender.joined = sender.wanted - {"state"}, None
-            sender.pledged = number
-        tensors = {f"model.{name}": tensor.detach().to("cpu", copy=True)
-                   for name, tensor in self.part.state_dict().items()}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                name = self.described.names.get(id(parameter))
-                for key, value in self._optimizer.state.get(parameter, {}).items():
-                    if name is not None and isinstance(value, torch.Tensor):
-                        tensors[f"optimizer.{name}.{key}"] = local(value).detach().to("cpu", copy=True)
-        state = State(number, self._options())
-        for sender in senders:
-            if not sender.put(state, tensors):
-                sender.pledged = None
+        for sender in self.nodes.senders:
+            sender.node.give_up()
 
     # -- other threads --
-
-    def _prepare(self, message: Ranges, room: int) -> Wish:
-        return self.source.prepare(message, room)
 
     def _opening(self) -> list[Any]:
         """What a new connection begins with, as far as it is known."""
         out: list[Any] = []
         if self._flows is not None:
             out.append(Flows(self._flows))
-        if self.job is not None and self.rank == 0:
-            out.append(Manifest(self.job.to_dict(), self._first))
+        if (manifest := self.manifest) is not None and self._leads:
+            out.append(manifest)
         return out
-
-    def _said(self, address: tuple[str, int], why: str) -> None:
-        self._say(f"{self._called(address)}{why}")
-
-
-def _filled(sums: Sums | None, taken: Taken, record: Record) -> None:
-    """On a thread that sends; the first one waits for the device."""
-    if sums is not None:
-        record.checksums = {name: f"{value:016x}" for name, value in sums.get().items()}
-    record.sample = taken.text()
 
 
 def _named(part: Part) -> dict[str, int]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from functools import partial
 from operator import is_
@@ -30,7 +30,7 @@ from flowcheck.errors import UserError
 from flowcheck.trainer.changes import Changes
 from flowcheck.trainer.describe.hearing import clipping_heard, method_heard, registrations_heard, unscaling_heard
 
-__all__ = ["AttachmentState", "Over", "Told"]
+__all__ = ["AttachmentState", "IterationInputs", "Over"]
 
 Given = dict[str, Any] | Callable[[], dict[str, Any]] | None
 Parameters = torch.Tensor | Iterable[torch.Tensor]
@@ -62,7 +62,7 @@ class Over(NamedTuple):
     renewed: str  # what was changed besides, "": nothing; no version follows from the one before
 
 
-class Told:
+class IterationInputs:
     """What the script has said of the iteration that is under way; an Attachment is one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
@@ -77,7 +77,7 @@ class Told:
         self._scaled_clip = False  # gradients were clipped before they were unscaled
         self._changes: Changes | None = None  # None: nothing is looked at
         self._hears_clipping = self._hears_scaler = False
-        self._stops: list[Callable[[], None]] = []
+        self._stops = ExitStack()  # what has to be called so that nothing is heard any more
 
     def step(
         self, clip: float | None = None, scale: float | None = None, skipped: bool = False, user: Given = None
@@ -115,24 +115,23 @@ class Told:
         the same iteration: where a norm is a sum that they have parts of, hearing its factor adds them up."""
         self._changes = changes
         if (stop := clipping_heard(self._compare, self._clipped)) is not None:
-            self._stops.append(stop)
+            self._stops.callback(stop)
             self._hears_clipping = True
         inside = weakref.WeakSet(modules)
-        self._stops.append(registrations_heard(
+        self._stops.callback(registrations_heard(
             lambda module, _: self._expect_entries() if module in inside else None))
-        self._stops.append(unscaling_heard(self._unscaling, self._unscale))
+        self._stops.callback(unscaling_heard(self._unscaling, self._unscale))
         scaler = self._scaler
         if isinstance(scaler, torch.amp.GradScaler):
             self._hears_scaler = True
         elif callable(getattr(scaler, "unscale_", None)):
-            self._stops.append(method_heard(scaler, "unscale_", partial(self._unscaling, scaler),
-                                            partial(self._unscale, scaler)))
+            self._stops.callback(method_heard(scaler, "unscale_", partial(self._unscaling, scaler),
+                                              partial(self._unscale, scaler)))
             self._hears_scaler = True
 
     def _deafen(self) -> None:
-        while self._stops:
-            self._stops.pop()()
         self._changes, self._hears_clipping, self._hears_scaler = None, False, False
+        self._stops.close()
 
     def _compare(self) -> None:
         if self._changes is not None:

@@ -129,7 +129,7 @@ class Recovered:
             what = f"its groups do not say {', '.join(lacks)}" if lacks else f"its groups have {sizes[0]} parameters"
             raise UserError(f"{self!r} is of another optimizer: {what}; here is {type(optimizer).__name__} of"
                             f" {sizes[1]}", where="recover", remedy="the optimizer of the job that made it")
-        # All of it is made before any of it is loaded: who is refused goes on with what he had.
+        # All of it is made before any of it is loaded: a rank that is refused keeps its current state.
         values = {name: _placed(name, value, held[name], exact=True) for name, value in came.items()}
         state = {
             number: {key: value if key == "step" else _placed(key, value, parameters[number])

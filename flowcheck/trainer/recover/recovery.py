@@ -17,8 +17,6 @@ Torch and the standard library only.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -45,11 +43,20 @@ from flowcheck.ask.sources import (
 )
 from flowcheck.ask.torch_state import torch_state
 from flowcheck.control.start import line_in, order
-from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer.describe.extra import extra_of
 from flowcheck.trainer.recover.recovered import PARTS, Recovered
-from flowcheck.trainer.recover.together import ranks_of
+from flowcheck.trainer.recover.statements import (
+    check_no_errors,
+    check_same,
+    digest_of,
+    error_text,
+    found_here,
+    key_of,
+    lacking,
+    reasons_of,
+)
+from flowcheck.trainer.recover.together import Ranks, ranks_of
 from flowcheck.trainer.settings import context_of, token_of
 from flowcheck.trainer.starts import after
 
@@ -57,7 +64,6 @@ __all__ = ["Recovered", "recover"]
 
 _log = logging.getLogger("flowcheck")
 NODES = "FLOWCHECK_NODES"
-ALIKE = ("scheduler", "scaler", "groups")  # of what ranks give: what all of them take, or none
 _NAMES = {"groups": "the groups' options"}
 OLDER_WITH_USER = 10  # steps that a version may be older which has every rank's own state
 LONGEST = 1e6  # seconds
@@ -101,44 +107,14 @@ def recover(
             ranks.exchange({"wrong": error.what})
         raise
     wants = {"run_id": run_id, "step": step, "prefer_verified": prefer_verified, "fresh": bool(fresh)}
-    bad: list[Key] = []
-    stood: set[Key] = set()
-    passed: list[str] = []
+    agreement = _Agreement(ranks, asked, wants, shard, into or {}, own, rank is None)
     for _ in range(MOST_ROUNDS):
-        found: Found | Exception
-        try:
-            with ranks.busy():
-                found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer ones
-            run_id, shard = found.chosen(run_id, shard)
-        except Exception as error:  # also one that is no fault of the user's: the others have to hear of it, too
-            found = error
-        said = ranks.exchange({"wants": wants, **_first(found, own)})
-        if isinstance(found, Exception):
-            raise found
-        _same(said, wants)
-        users = [set(map(_key, one["user"])) for one in said]
-        held = [{_key(key): status for *key, status in one["versions"]} for one in said]
-        after(line_in(at) for one in held for at in one)
-        key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad, users=users,
-                     prefer_user=OLDER_WITH_USER, stood=stood)
-        epoch = 1 + max(one["newest"] for one in said)
-        if key is None:
-            return _fresh(found, said, held, step, passed, fresh, epoch)
-        with ranks.busy():
-            got = _get(found, key, into or {}, own, rank is None)
-        said = ranks.exchange(got.said(found.shard, own))
-        if got.wrong is not None:
-            raise got.wrong
-        _no_errors(said)
-        reasons = _reasons(said, key)
-        if got.fetched is not None and not any(reasons):
-            return _recovered(got, got.fetched, passed, _lacking(said, own, got), epoch, own)
-        bad.append(key)
-        stood = set().union(*held)
-        passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
-                   for rank, reason in enumerate(reasons) if reason]
-    raise EnvironmentProblem(f"none of {MOST_ROUNDS} versions proved good: {'; '.join(passed)}", where="recover",
-                             remedy="see the nodes' lines; a checkpoint directory")
+        if (done := agreement.round()) is not None:
+            return done
+    raise EnvironmentProblem(
+        f"none of {MOST_ROUNDS} versions proved good: {'; '.join(agreement.passed)}", where="recover",
+        remedy="see the nodes' lines; a checkpoint directory",
+    )
 
 
 def _check(
@@ -157,45 +133,62 @@ def _check(
         raise UserError(f"{seconds!r} is not a time", where="seconds", remedy=f"a number above 0, at most {LONGEST:g}")
 
 
-# -- what ranks tell each other ------------------------------------------------------------------------------
+class _Agreement:
+    """Rounds in which ranks choose a version, and each looks whether it is good. as_many: states of ranks are taken of
+    a job of as many ranks alone. passed: why versions were not taken."""
 
+    def __init__(
+        self, ranks: Ranks, asked: Sequence[NodeClient], wants: Mapping[str, Any], shard: str | None,
+        into: Mapping[str, torch.Tensor], own: int | None, as_many: bool,
+    ) -> None:
+        self._ranks, self._asked, self._wants, self._into = ranks, asked, wants, into
+        self._own, self._as_many = own, as_many
+        self._run_id, self._shard = wants["run_id"], shard
+        self._bad: list[Key] = []
+        self._stood: set[Key] = set()  # what was there when the last of these proved bad
+        self.passed: list[str] = []
 
-def _first(found: Found | Exception, own: int | None) -> dict[str, Any]:
-    """What this rank can have."""
-    if isinstance(found, Exception):
-        return {"wrong": _said(found)}
-    return {
-        "run_id": found.run_id, "newest": found.newest,
-        "versions": [[*key, status] for key, status in found.versions.items()],
-        "user": sorted(found.with_user(own)) if own is not None else [], "absent": list(found.absent),
-        "withheld": list(found.withheld), "lacks": found.lacks, "other": found.other, "remedies": list(found.remedies),
-    }
+    def round(self) -> Recovered | None:
+        """None: the version that was chosen is not good. Raises what `recover` raises."""
+        found = self._look()
+        said = self._ranks.exchange({"wants": self._wants, **found_here(found, self._own)})
+        if isinstance(found, Exception):
+            raise found
+        check_same(said, self._wants)
+        users = [set(map(key_of, one["user"])) for one in said]
+        held = [{key_of(key): status for *key, status in one["versions"]} for one in said]
+        after(line_in(at) for one in held for at in one)
+        step, prefer = self._wants["step"], self._wants["prefer_verified"]
+        key = choose(held, step=step, prefer_verified=prefer, bad=self._bad, users=users,
+                     prefer_user=OLDER_WITH_USER, stood=self._stood)
+        epoch = 1 + max(one["newest"] for one in said)
+        if key is None:
+            return _fresh(found, said, held, step, self.passed, self._wants["fresh"], epoch)
+        with self._ranks.busy():
+            got = _get(found, key, self._into, self._own, self._as_many)
+        said = self._ranks.exchange(got.said(found.shard, self._own))
+        if got.wrong is not None:
+            raise got.wrong
+        check_no_errors(said)
+        reasons = reasons_of(said, key)
+        if got.fetched is not None and not any(reasons):
+            without = lacking(said, self._own, got.state, got.why_no_state)
+            return _recovered(got, got.fetched, self.passed, without, epoch, self._own)
+        self._bad.append(key)
+        self._stood = set().union(*held)
+        self.passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
+                        for rank, reason in enumerate(reasons) if reason]
+        return None
 
-
-def _key(said: Sequence[Any]) -> Key:
-    """As JSON has it."""
-    epoch, step, *line = said
-    return (epoch, step, line[0]) if line else (epoch, step)
-
-
-def _same(said: Sequence[Mapping[str, Any]], wants: Mapping[str, Any]) -> None:
-    """All ranks want one thing, and of one run: what each works out of what all say is then the same."""
-    for rank, one in enumerate(said):
-        for name, value in one.get("wants", {}).items():
-            if value != wants[name]:
-                raise UserError(f"rank {rank} says {value!r} and this one {wants[name]!r}", where=name,
-                                remedy="the same arguments on every rank")
-    _no_errors(said)
-    runs = sorted({one["run_id"] for one in said if one["versions"]})
-    if len(runs) > 1:
-        raise UserError(f"ranks see different runs: {', '.join(map(repr, runs))}", where="run_id", remedy="say run_id=")
-
-
-def _no_errors(said: Sequence[Mapping[str, Any]]) -> None:
-    """Nobody waits for a rank that has given up."""
-    for rank, one in enumerate(said):
-        if one.get("wrong"):
-            raise UserError(f"rank {rank} gave up: {one['wrong']}", where="recover", remedy="see what that rank says")
+    def _look(self) -> Found | Exception:
+        """Again each time: what was there may have made room for newer ones."""
+        try:
+            with self._ranks.busy():
+                found = look(self._asked, self._run_id, self._shard)
+            self._run_id, self._shard = found.chosen(self._run_id, self._shard)
+        except Exception as error:  # also one that is no fault of the user's: the others have to hear of it, too
+            return error
+        return found
 
 
 @dataclass(frozen=True)
@@ -212,8 +205,8 @@ class _Got:
 
     def said(self, shard: str, own: int | None) -> dict[str, Any]:
         return {
-            "why": self.why, "wrong": _said(self.wrong), "shard": shard,
-            "digest": _digest(self.fetched.version) if self.fetched is not None else "",
+            "why": self.why, "wrong": error_text(self.wrong), "shard": shard,
+            "digest": digest_of(self.fetched.version) if self.fetched is not None else "",
             "own": own, "has": bool(self.state), "missing": dict(self.state.get("missing", {})),
         }
 
@@ -231,48 +224,6 @@ def _get(found: Found, key: Key, into: Mapping[str, torch.Tensor], own: int | No
         return _Got(why=f"{fetched.source}, step {key[1]}: {error.what}")
     state, why = _user(fetched, own, as_many)
     return _Got(fetched, optimizer, state=state, why_no_state=why)
-
-
-def _said(error: Exception | None) -> str:
-    if error is None:
-        return ""
-    return error.what if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
-
-
-def _digest(version: Version) -> str:
-    """What the version is: the same wherever it lies."""
-    files = {file: {name: [digest.sha256, digest.spec.dtype, digest.spec.shape] for name, digest in tensors.items()}
-             for file, tensors in version.files.items()}
-    text = json.dumps([files, version.optimizer, version.rounding], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _reasons(said: Sequence[Mapping[str, Any]], key: Key) -> list[str]:
-    """Of each rank why the version is not taken, "": it is good there."""
-    reasons: list[str] = [one["why"] for one in said]
-    of: dict[str, set[str]] = {}
-    for one in said:
-        of.setdefault(one["shard"], set()).add(one["digest"])
-    if any(reasons) or all(len(digests) == 1 for digests in of.values()):
-        return reasons
-    return [f"step {key[1]} of epoch {key[0]}: ranks of shard {one['shard']!r} were given different versions of it"
-            if len(of[one["shard"]]) > 1 else "" for one in said]
-
-
-def _lacking(said: Sequence[Mapping[str, Any]], own: int | None, got: _Got) -> dict[str, str]:
-    """What this rank goes on without, and why; "" stands for all of it. Schedules and scales of some ranks alone would
-    part the others from them."""
-    if not got.state:
-        return {"": got.why_no_state or (
-            f"the version has no state of rank {own}" if own is not None else "no rank was asked for")}
-    out = {str(path): str(why) for path, why in got.state.get("missing", {}).items()}
-    for part in ALIKE:
-        without = [rank for rank, one in enumerate(said) if one["own"] is not None and (
-            not one["has"] or part in one["missing"])]
-        if part not in out and without:
-            ranks = f"rank {without[0]}" if len(without) == 1 else f"{len(without)} ranks, rank {without[0]} the first,"
-            out[part] = f"{ranks} has none of its own in this version, and all are to go on alike"
-    return out
 
 
 def _nodes(nodes: str | Sequence[str] | None) -> str | Sequence[str]:

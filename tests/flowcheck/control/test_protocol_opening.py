@@ -20,7 +20,8 @@ import pytest
 
 from flowcheck.control.protocol import Bye, Flows, Limits, Link, RecordsError, accept, greet, token_bytes
 from flowcheck.errors import UserError
-from flowcheck.trainer.sender import Identity, Sender
+from flowcheck.trainer.connection.sender import Sender
+from flowcheck.trainer.starts import Identity
 
 TOKEN = b"a token that only tests have"
 WHO = {"run_id": "run", "epoch": 3, "rank": 1, "ranks": 4, "group": "main", "instance": "first start"}

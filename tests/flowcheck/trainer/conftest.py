@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.trainer import sender as sending
+from flowcheck.trainer.connection import sender as sending
 
 from ..hand_node import LONGEST, HandNode
 from .training import Training

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from flowcheck.control.protocol import Limits
 from flowcheck.node.groups.membership import NOTHING
-from flowcheck.trainer import sender as sending
+from flowcheck.trainer.connection import dialer
+from flowcheck.trainer.connection import sender as sending
 
 from ..hand_node import LONGEST, until
 from .training import COMMUNICATOR, FLOW, Training, connected, joined, known
@@ -34,7 +35,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     assert (attachment.state, attachment.why) == ("attaching", "nothing is known of the job yet")
     assert attachment.published == (-1, "")
     peer.send("joined", iteration=3)
-    until(lambda: attachment._senders[0].joined == 3 and not attachment._senders[0].why)
+    until(lambda: attachment._senders[0].node.joined == 3 and not attachment._senders[0].why)
     assert (attachment.state, attachment.why, attachment.number) == ("attached", "", 3)
     peer.send("progress", iteration=3, status="unverified")
     until(lambda: attachment.published == (3, "unverified"))
@@ -49,6 +50,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
 def test_the_log_says_nothing_of_a_start_that_is_as_every_start(training, hand_node, caplog) -> None:
     """What a node wants of a job that it does not know yet is no news: it gives no reason."""
     one = training()
+    caplog.clear()
     peer = connected(one, hand_node)
     peer.send("wanted", **vars(NOTHING))
     one.iterate(3)
@@ -61,7 +63,7 @@ def test_the_log_says_nothing_of_a_start_that_is_as_every_start(training, hand_n
 def test_a_node_that_is_not_connected_yet_is_waited_for(training, hand_node, script, monkeypatch) -> None:
     """At the boundary where the job is known. A rank that went on would hold up no other, but the node would join with
     traffic in flight."""
-    monkeypatch.setattr(sending, "Limits", lambda text: Limits(text, seconds=LONGEST))
+    monkeypatch.setattr(dialer, "Limits", lambda text: Limits(text, seconds=LONGEST))
     waits = threading.Event()
 
     class Tried(threading.Event):
@@ -95,7 +97,7 @@ def test_other_things_that_a_node_wants_do_not_change_that_it_has_joined(trainin
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["flows"], why="of rank 1")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     assert one.attachment.state == "attached"
 
 
@@ -104,7 +106,7 @@ def test_a_node_that_is_gone(wrapped, hand_node) -> None:
     hand_node.close()
     one = Training(wrapped, address)
     until(lambda: one.attachment.state == "lost")
-    assert one.attachment.why == "no connection: Connection refused" and not one.attachment._senders[0].wanted
+    assert one.attachment.why == "no connection: Connection refused" and not one.attachment._senders[0].node.wanted
     one.iterate(4)
     assert one.attachment.state == "lost" and one.attachment.number == 4
     one.attachment.close(0.0)
@@ -138,7 +140,7 @@ def test_an_impostor_at_the_nodes_address_gets_nothing(training, hand_node) -> N
     until(lambda: one.attachment.state == "lost")
     assert one.attachment.why == "the node does not know the token"
     one.iterate(5)
-    assert one.attachment.state == "lost" and one.attachment._senders[0]._queue.empty()
+    assert one.attachment.state == "lost" and one.attachment._senders[0]._backlog.queue.empty()
 
 
 def test_rank_0_tells_the_job_and_its_flows(training, hand_node) -> None:
@@ -164,7 +166,7 @@ def test_other_ranks_tell_their_flows_only(training, hand_node) -> None:
     assert peer.expect("record")["iteration"] == 3  # and nothing before it
     peer.send("wanted", what=["state"], why="iteration 3 is lost")
     until(lambda: one.attachment.state == "attaching")
-    one.attachment._senders[0].joined = 3  # so that records go on
+    one.attachment._senders[0].node.joined = 3  # so that records go on
     one.iterate(2)
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]  # the state is for rank 0 to send
 
@@ -303,6 +305,7 @@ def test_a_fault_of_ours_is_logged_with_its_place_and_training_goes_on(training,
 
 def test_reasons_of_the_connection_are_logged_with_the_rank(training, hand_node, caplog) -> None:
     one = training(rank=1)
+    caplog.clear()
     peer = connected(one, hand_node)
     peer.send("refused", why="you are late")
     until(lambda: one.attachment.why == "refused: you are late")
@@ -333,14 +336,23 @@ def test_close_says_goodbye_once(training, hand_node) -> None:
     one.attachment.close(LONGEST)
     assert peer.expect("record")["iteration"] == 3 and peer.expect("bye") == {} and peer.ended()
     one.iterate(2)  # the optimizer's hook is gone, and nothing is counted
-    assert (one.attachment.state, one.attachment.number, one.attachment._stepped) == ("closed", 4, 0)
+    assert (one.attachment.state, one.attachment.number, one.attachment._hooks.steps) == ("closed", 4, 0)
     assert one.attachment.why == ""
 
 
-def test_close_that_fails_is_no_fault_of_training(training, hand_node, caplog) -> None:
-    one = training()
+def test_close_that_fails_is_no_fault_of_training(training, hand_node, monkeypatch, caplog) -> None:
+    """All else is ended all the same: what is replaced in torch is of the whole process, also after this attachment."""
+    one, failed = training(), list[Any]()
+    remove, replaced = RemovableHandle.remove, torch.nn.utils.clip_grads_with_norm_
+
+    def fails_once(handle: RemovableHandle) -> None:
+        failed.append(handle)
+        if len(failed) == 1:
+            raise ZeroDivisionError
+        remove(handle)
+
     connected(one, hand_node)
-    one.attachment._hooks.append(SimpleNamespace(remove=lambda: 1 / 0))
+    monkeypatch.setattr(RemovableHandle, "remove", fails_once)
     one.attachment.close(LONGEST)
     assert one.attachment.state == "closed" and "ZeroDivisionError" in one.attachment.why
-    one.attachment._deafen()  # what it did not come to: torch's functions are those of the tests that follow, too
+    assert torch.nn.utils.clip_grads_with_norm_ is not replaced

@@ -12,7 +12,7 @@ import torch
 import flowcheck
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import UserError
-from flowcheck.trainer import following as module
+from flowcheck.trainer import nodes as module
 from flowcheck.trainer.nccl.sources import sources_of
 
 from ..hand_node import TOKEN

@@ -5,16 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import safetensors.torch
 
-from flowcheck.trainer import following as module
-
 from ..hand_node import LONGEST, HandNode, Peer, until
-from .training import Every, Training
+from .training import Every, Training, clock_of_waiting
 
 
 @pytest.fixture
@@ -80,6 +77,7 @@ def test_each_says_who_it_is_alike(pair, hand_node, other) -> None:
 
 def test_one_that_is_lost_takes_nothing_from_the_other(pair, hand_node, other, caplog) -> None:
     one = pair()
+    caplog.clear()
     first, second = joined(one, hand_node, other)
     first.close()
     until(lambda: not one.attachment._senders[0].connected)
@@ -163,7 +161,7 @@ def test_a_state_goes_to_who_wants_it(pair, hand_node, other) -> None:
     one = pair()
     first, second = joined(one, hand_node, other)
     second.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: one.attachment._senders[1].wanted)
+    until(lambda: one.attachment._senders[1].node.wanted)
     assert (one.attachment.state, one.attachment.why) == ("attached", f"{named(other)}: iteration 2 is lost")
     one.iterate(2)
     assert [first.expect("record")["iteration"] for _ in range(2)] == [3, 4]
@@ -177,7 +175,7 @@ def test_each_gets_the_elements_that_it_asks_for(pair, hand_node, other) -> None
     peers = joined(one, hand_node, other)
     for number, peer in enumerate(peers):
         peer.send("ranges", request=number, ranges=[["weight", number, 1]])
-        until(lambda number=number: one.attachment._senders[number]._requests)
+        until(lambda number=number: one.attachment._senders[number].requests._waiting)
     one.iterate()
     weight = one.values["weight"].reshape(-1)
     for number, peer in enumerate(peers):
@@ -190,7 +188,7 @@ def test_each_gets_the_elements_that_it_asks_for(pair, hand_node, other) -> None
 def test_nobody_waits_for_nodes_that_ask_for_ranges(pair, hand_node, other, monkeypatch) -> None:
     one = pair(max_stall_s=3600.0)
     peers = connected(one, hand_node, other, resync="ranges")
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    clock_of_waiting(monkeypatch, lambda: 1000.0)
     one.iterate(4)
     for peer in peers:
         peer.expect("flows")
@@ -203,7 +201,7 @@ def test_the_newest_version_of_any_is_the_one_that_is_published(pair, hand_node,
     first, second = joined(one, hand_node, other)
     first.send("progress", iteration=5, status="verified")
     second.send("progress", iteration=4, status="unverified")
-    until(lambda: all(sender.iteration > 0 for sender in one.attachment._senders))
+    until(lambda: all(sender.node.iteration > 0 for sender in one.attachment._senders))
     assert one.attachment.published == (5, "verified")
 
 

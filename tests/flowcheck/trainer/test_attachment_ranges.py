@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from flowcheck.control import protocol
-from flowcheck.trainer import sender as sending
+from flowcheck.trainer.connection import range_requests
 
 from ..hand_node import LONGEST, Peer, until
 from .training import Every, Training, connected, joined
@@ -22,9 +22,9 @@ ALL = [["weight", 0, 4], ["bias", 0, 2]]
 
 def asked(one: Training, peer: Peer, request: int, ranges: list[Any]) -> None:
     """The request lies ready for the next boundary."""
-    before = len(one.attachment._senders[0]._requests)
+    before = len(one.attachment._senders[0].requests._waiting)
     peer.send("ranges", request=request, ranges=ranges)
-    until(lambda: len(one.attachment._senders[0]._requests) > before)
+    until(lambda: len(one.attachment._senders[0].requests._waiting) > before)
 
 
 def state(one: Training) -> dict[str, list[float]]:
@@ -139,7 +139,7 @@ def test_requests_before_the_node_has_joined_wait_for_the_first_record(training,
 
 def test_what_is_more_than_a_boundary_gives_waits_for_the_next(training, hand_node, monkeypatch) -> None:
     """Also as long as an earlier answer is still being sent."""
-    monkeypatch.setattr(sending, "PATCH_BYTES", 48)  # 6 elements, with SGD's momentum reckoned in
+    monkeypatch.setattr(range_requests, "PATCH_BYTES", 48)  # 6 elements, with SGD's momentum reckoned in
     one = training()
     peer = joined(one, hand_node)
     release, held = threading.Event(), threading.Event()
@@ -158,7 +158,7 @@ def test_what_is_more_than_a_boundary_gives_waits_for_the_next(training, hand_no
     release.set()
     assert patch(peer)[0]["request"] == 1
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [3, 4]
-    until(lambda: not one.attachment._senders[0]._copied)
+    until(lambda: not one.attachment._senders[0]._backlog.copied)
     one.iterate()
     assert [patch(peer)[0]["request"] for _ in range(2)] == [2, 3] and peer.expect("record")["iteration"] == 5
     asked(one, peer, 4, [["weight", 0, 4], ["bias", 0, 2], ["bias", 0, 1]])
@@ -185,11 +185,11 @@ def test_an_answer_does_not_go_to_another_connection(training, hand_node) -> Non
     one = training()
     peer = joined(one, hand_node)
     asked(one, peer, 1, ALL)
-    ((link, wish),) = one.attachment._senders[0].asked()
+    ((link, wish),) = one.attachment._senders[0].requests.asked()
     peer.close()
     peer = connected(one, hand_node)
-    assert not one.attachment._senders[0].put(*one.attachment._parts[0].source.answer(wish, 3), asked_on=link)
-    assert one.attachment._senders[0]._copied == 0
+    assert not one.attachment._senders[0].put(*one.attachment._parts[0].records.source.answer(wish, 3), asked_on=link)
+    assert one.attachment._senders[0]._backlog.copied == 0
     one.attachment.close(LONGEST)
     assert peer.rest() == ["flows", "manifest", "bye"]
 
@@ -200,7 +200,7 @@ def test_an_answer_does_not_go_to_another_connection(training, hand_node) -> Non
 def test_an_answer_that_is_made_meanwhile_does_not_either(training, hand_node) -> None:
     """The node that is connected again has asked for nothing yet, and numbers its requests anew."""
     one, again = training(), list[Peer]()
-    peer, source = joined(one, hand_node), one.attachment._parts[0].source
+    peer, source = joined(one, hand_node), one.attachment._parts[0].records.source
     asked(one, peer, 1, ALL)
     answer = source.answer
 
@@ -239,7 +239,7 @@ def test_a_node_that_falls_back_to_a_state_gets_one(training, hand_node, script)
     peer.expect("flows")
     peer.expect("manifest")
     peer.send("wanted", what=["state"], why="an optimizer that is not followed by elements")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
 
     def node() -> None:
         assert peer.receive()[0].items() >= {"type": "state", "iteration": 4}.items()
@@ -264,11 +264,11 @@ def test_more_requests_than_a_node_has_any_use_for_end_the_connection(training, 
     one.iterate()
     assert one.attachment.state != "refused"
     connected(one, hand_node)  # it is tried again, and nothing of before is answered
-    until(lambda: not one.attachment._senders[0]._requests)
+    until(lambda: not one.attachment._senders[0].requests._waiting)
 
 
 def test_what_waits_for_a_boundary_is_bounded_in_bytes(training, hand_node, monkeypatch) -> None:
-    monkeypatch.setattr(sending, "PATCH_BYTES", 48)
+    monkeypatch.setattr(range_requests, "PATCH_BYTES", 48)
     one = training()
     peer = joined(one, hand_node)
     for request in range(3):
@@ -276,7 +276,7 @@ def test_what_waits_for_a_boundary_is_bounded_in_bytes(training, hand_node, monk
     one.iterate()
     assert [patch(peer)[0]["refused"] for _ in range(1)] == [""]
     assert peer.expect("record")["iteration"] == 3
-    until(lambda: not one.attachment._senders[0]._copied)
+    until(lambda: not one.attachment._senders[0]._backlog.copied)
     one.iterate()
     assert [patch(peer)[0]["refused"] for _ in range(2)] == ["", "request: 48 bytes of state, at most 0 are given now"]
 

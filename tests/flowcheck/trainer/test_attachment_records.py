@@ -217,10 +217,10 @@ def test_what_a_node_wanted_of_the_job_before_is_forgotten(training, hand_node) 
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="lost its place")
-    until(lambda: "state" in one.attachment._senders[0].wanted)
+    until(lambda: "state" in one.attachment._senders[0].node.wanted)
     one.train(calls=2)
     one.attachment.step()
-    assert not one.attachment._senders[0].wanted
+    assert not one.attachment._senders[0].node.wanted
     one.iterate(2)
     assert peer.expect("flows") and peer.expect("manifest")["first"] == 4
 

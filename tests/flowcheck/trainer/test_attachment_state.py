@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 import torch
 
-from flowcheck.trainer import following as module
-
 from ..hand_node import LONGEST, until
-from .training import COMMUNICATOR, FLOW, Every, Training, connected, joined
+from .training import COMMUNICATOR, FLOW, Every, Training, clock_of_waiting, connected, joined
 
 
 def test_the_boundary_waits_until_the_node_has_joined_and_has_the_state(training, hand_node, script) -> None:
@@ -60,7 +57,7 @@ def test_less_than_a_second_is_waited_too(training, hand_node, script, monkeypat
     """The clock stands still, so that half a second is never over: what ends the wait is the node's answer."""
     one = training(max_stall_s=0.5)
     peer = connected(one, hand_node)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    clock_of_waiting(monkeypatch, lambda: 1000.0)
 
     def node() -> None:
         peer.expect("flows")
@@ -79,11 +76,11 @@ def test_without_any_time_nothing_is_waited_for(training, hand_node, monkeypatch
     """Neither for the node nor for its answer to a state: the clock stands still at the deadline."""
     one = training(max_stall_s=0.0)
     peer = connected(one, hand_node)
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    clock_of_waiting(monkeypatch, lambda: 1000.0)
     one.iterate(3)
     assert one.attachment.state == "attaching"
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate()
     assert (one.attachment.state, one.attachment.number) == ("attaching", 4)
 
@@ -95,7 +92,7 @@ def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> N
     def node() -> None:
         peer.expect("flows")
         peer.send("wanted", what=["state"], why="of rank 0")
-        until(lambda: one.attachment._senders[0].wanted)
+        until(lambda: one.attachment._senders[0].node.wanted)
         peer.send("joined", iteration=3)
 
     script(node)
@@ -113,7 +110,7 @@ def test_a_node_that_looks_for_channels_first_is_not_waited_for(training, hand_n
     one.iterate(4)
     assert peer.expect("flows")["flows"][0] == FLOW and peer.expect("manifest")["first"] == 2
     peer.send("wanted", what=["state"], why="a state to begin with")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
 
     def node() -> None:
         assert peer.receive()[0].items() >= {"type": "state", "iteration": 5}.items()
@@ -169,7 +166,7 @@ def test_a_state_that_came_too_late_is_sent_again_at_the_next_boundary(training,
 
     script(later)
     one.iterate()
-    assert one.attachment._senders[0].joined == 4
+    assert one.attachment._senders[0].node.joined == 4
 
 
 def test_a_node_that_notices_something_while_it_takes_a_state_is_not_waited_for(training, hand_node, script) -> None:
@@ -193,7 +190,7 @@ def test_a_node_that_notices_something_while_it_takes_a_state_is_not_waited_for(
     one.iterate(3)
     until(lambda: waited)
     assert waited == [2]  # the boundary was not over yet
-    assert (one.attachment.state, one.attachment._senders[0].joined) == ("attaching", None)
+    assert (one.attachment.state, one.attachment._senders[0].node.joined) == ("attaching", None)
 
 
 def test_a_state_that_is_no_longer_wanted_is_not_waited_for(training, hand_node, monkeypatch) -> None:
@@ -205,17 +202,17 @@ def test_a_state_that_is_no_longer_wanted_is_not_waited_for(training, hand_node,
     peer.expect("manifest")
     sender = one.attachment._senders[0]
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: sender.wanted)
+    until(lambda: sender.node.wanted)
 
     def clock() -> float:
-        if sender.wanted:
+        if sender.node.wanted:
             peer.send("wanted", what=[], why="")
-            until(lambda: not sender.wanted)
+            until(lambda: not sender.node.wanted)
         return 1000.0
 
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    clock_of_waiting(monkeypatch, clock)
     one.iterate()
-    assert one.attachment.number == 4 and not sender.pledged
+    assert one.attachment.number == 4 and not sender.node.pledged
 
 
 def test_a_state_that_is_taken_back_a_moment_later_is_not_waited_for_either(training, hand_node, monkeypatch) -> None:
@@ -227,29 +224,29 @@ def test_a_state_that_is_taken_back_a_moment_later_is_not_waited_for_either(trai
     peer.expect("manifest")
     sender = one.attachment._senders[0]
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: sender.wanted)
+    until(lambda: sender.node.wanted)
 
     class Answered(threading.Event):
         def clear(self) -> None:
-            if sender.wanted:
+            if sender.node.wanted:
                 peer.send("wanted", what=[], why="")
-                until(lambda: not sender.wanted)
+                until(lambda: not sender.node.wanted)
             super().clear()
 
-    one.attachment._parts[0]._answered = Answered()
+    one.attachment._parts[0]._upload._answered = Answered()
     one.iterate()
-    assert one.attachment.number == 4 and not sender.pledged and sender.joined is None
+    assert one.attachment.number == 4 and not sender.node.pledged and sender.node.joined is None
 
 
 def test_a_state_without_time_is_sent_and_not_waited_for(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate()
     assert peer.expect("record")["iteration"] == 3
     assert peer.receive()[0].items() >= {"type": "state", "iteration": 4}.items()
-    assert (one.attachment.state, one.attachment._senders[0].wanted) == ("attaching", frozenset())
+    assert (one.attachment.state, one.attachment._senders[0].node.wanted) == ("attaching", frozenset())
     one.iterate(2)  # the node is still busy with the state: what it will need next is on its way all the same
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]
     peer.send("joined", iteration=4)
@@ -263,7 +260,7 @@ def test_no_records_follow_a_state_that_no_queue_took(training, hand_node) -> No
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
     sender = one.attachment._senders[0]
-    until(lambda: sender.wanted)
+    until(lambda: sender.node.wanted)
 
     def put(message: object, *_: object) -> bool:
         queued.append(type(message).__name__)
@@ -279,7 +276,7 @@ def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(trainin
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate()
     assert peer.expect("record")["iteration"] == 3 and peer.receive()[0]["type"] == "state"
     peer.close()
@@ -288,7 +285,7 @@ def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(trainin
     peer.expect("flows")
     peer.expect("manifest")
     peer.send("wanted", what=["state"], why="a state to begin with")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate()
     assert peer.receive()[0].items() >= {"type": "state", "iteration": 6}.items()
 
@@ -297,7 +294,7 @@ def test_a_state_that_is_not_wanted_is_not_sent(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["flows"], why="of rank 1")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate(2)
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [3, 4]
     one.attachment.close(LONGEST)
@@ -308,7 +305,7 @@ def test_a_state_has_every_entry_and_every_tensor_of_the_optimizer(training, han
     one = training(layer=Every(), make=lambda p: torch.optim.AdamW(p, lr=0.5))
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate()
     peer.receive()
     state = safetensors.torch.load(peer.receive()[1])
@@ -328,7 +325,7 @@ def test_a_state_is_the_one_of_its_boundary(training, hand_node) -> None:
     queued: list[dict[str, torch.Tensor]] = []
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.attachment._senders[0].put = lambda message, tensors: queued.append(tensors)
     one.iterate()
     del one.attachment._senders[0].put
@@ -356,7 +353,7 @@ def test_a_state_of_a_device_is_copied_to_the_host(training, hand_node) -> None:
     one.attachment._parts[0].part.state_dict = lambda: {"weight": torch.ones(1).as_subclass(OfDevice)}
     one.optimizer.state[one.model.module.weight]["momentum_buffer"] = torch.ones(1).as_subclass(OfDevice)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate()
     peer.expect("record")
     state = safetensors.torch.load(peer.receive()[1])
@@ -373,7 +370,7 @@ def test_what_is_not_in_the_manifest_is_not_in_a_state(training, hand_node) -> N
     one.optimizer.state[one.model.module.weight]["note"] = 7
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.iterate()
     peer.receive()
     assert safetensors.torch.load(peer.receive()[1]).keys() == {"model.weight", "model.frozen", "model.count"}
@@ -386,7 +383,7 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever(training, hand_node
     one.iterate(3)
     assert one.attachment.state == "attaching"
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._senders[0].wanted)
+    until(lambda: one.attachment._senders[0].node.wanted)
     one.attachment._senders[0].answered.clear()
     one.iterate()
-    assert one.attachment.state == "attaching" and one.attachment._senders[0].wanted == frozenset()
+    assert one.attachment.state == "attaching" and one.attachment._senders[0].node.wanted == frozenset()

@@ -48,7 +48,7 @@ def given(training: Any, hand_node: Any, layer: torch.nn.Module) -> Mapping[str,
     one = training(layer=layer)
     peer = joined(one, hand_node)
     peer.send("wanted", what=["user"], why="")
-    until(lambda: one.attachment._senders[0].takes_user)
+    until(lambda: one.attachment._senders[0].node.takes_user)
     one.iterate()
     message, payload = peer.receive()
     assert message["type"] == "user" and peer.expect("record")["iteration"] == 3

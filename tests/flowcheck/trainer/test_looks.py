@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flowcheck.control.protocol import Record, UserHead, frame
 from flowcheck.control.protocol import User as UserMessage
 from flowcheck.trainer import boundary, looks
-from flowcheck.trainer.framed import Frames, user, user_head
+from flowcheck.trainer.connection.framed import Frames, user, user_head
 
 SIZES = (3, 40, 1, 17)
 LIBRARY = boundary.library()

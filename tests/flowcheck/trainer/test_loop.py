@@ -95,7 +95,7 @@ def test_what_the_next_iteration_begins_with_is_asked_at_the_end_of_the_block(tr
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["user"], why="")
-    until(lambda: one.attachment._senders[0].takes_user)
+    until(lambda: one.attachment._senders[0].node.takes_user)
     seen = [0]
     with one.attachment.iteration(user=lambda: {"seen": seen[0]}):
         one.train()

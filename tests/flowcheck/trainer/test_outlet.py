@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from flowcheck.control.protocol import Link, RecordsError
-from flowcheck.trainer import boundary, outlet
-from flowcheck.trainer.outlet import Outlet
+from flowcheck.trainer import boundary
+from flowcheck.trainer.connection import outlet
+from flowcheck.trainer.connection.outlet import Outlet
 
 from ..hand_node import until
 

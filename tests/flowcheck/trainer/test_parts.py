@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
 from flowcheck.errors import UserError
-from flowcheck.trainer import following
 from flowcheck.trainer.describe.description import entries
 from flowcheck.trainer.describe.megatron import torch_optimizer
 from flowcheck.trainer.describe.parts import position
@@ -23,7 +22,7 @@ from flowcheck.trainer.describe.wrapped import MEGATRON, parts_of, refuse_model,
 from ..hand_node import TOKEN, until
 from ..pair import join, leave
 from .described import call, net, refusal
-from .training import COMMUNICATOR, FLOW
+from .training import COMMUNICATOR, FLOW, clock_of_waiting
 
 SGD = torch.optim.SGD
 
@@ -354,7 +353,7 @@ def test_parts_wait_no_longer_than_one_would(both, monkeypatch, takes: float, to
             return False
 
     one = both(max_stall_s=0.25)
-    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock_of_waiting(monkeypatch, lambda: now[0])
     for sender in one.attachment._senders:
         sender.tried = Tried()
     one.iterate(4)

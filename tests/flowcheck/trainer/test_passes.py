@@ -136,14 +136,14 @@ def test_a_scheduler_is_not_blamed_while_a_node_is_away(wrapped, hand_node, capl
     peer = connected(one, hand_node)
     peer.send("wanted", what=["user"], why="")
     sender = one.attachment._senders[0]
-    until(lambda: sender.takes_user)
+    until(lambda: sender.node.takes_user)
     for _ in range(6):
         one.train()
         schedule.step()
         one.attachment.step()
         if one.attachment.number == 3:
             peer.send("joined", iteration=3)
-            until(lambda: sender.joined is not None)
+            until(lambda: sender.node.joined is not None)
         if one.attachment.number == 4:
             peer.close()
             until(lambda: not sender.connected)

@@ -11,7 +11,7 @@ from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer.recover import recovery
+from flowcheck.trainer.recover import recovery, statements
 from flowcheck.trainer.recover.recovery import LONGEST, recover
 
 from ..hand_api import TOKEN, HandApi, HandVersion
@@ -57,7 +57,7 @@ VERSION = Version("run", 1, 7, "", "verified", (), {"name": "sgd", "groups": GRO
     {"optimizer": {"name": "adam", "groups": GROUPS}}, {"rounding": "torch-cpu-fused"},
 ], ids=lambda other: next(iter(other)))
 def test_whatever_training_would_go_on_from_is_part_of_what_a_version_is(other: dict[str, Any]) -> None:
-    assert recovery._digest(replace(VERSION, **other)) != recovery._digest(VERSION)
+    assert statements.digest_of(replace(VERSION, **other)) != statements.digest_of(VERSION)
 
 
 @pytest.mark.parametrize("other", [
@@ -65,7 +65,7 @@ def test_whatever_training_would_go_on_from_is_part_of_what_a_version_is(other: 
     {"optimizer": {"groups": [{"options": {"momentum": 0.9, "lr": 0.1}, "params": ["w"]}], "name": "sgd"}},
 ], ids=lambda other: next(iter(other)))
 def test_what_a_node_says_besides_is_not(other: dict[str, Any]) -> None:
-    assert recovery._digest(replace(VERSION, **other)) == recovery._digest(VERSION)
+    assert statements.digest_of(replace(VERSION, **other)) == statements.digest_of(VERSION)
 
 
 def said(why: str = "", shard: str = "", digest: str = "d", **more: Any) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def said(why: str = "", shard: str = "", digest: str = "d", **more: Any) -> dict
 ])
 def test_a_version_is_good_where_all_ranks_of_a_shard_have_the_same(ranks: list[Any], reasons: list[str]) -> None:
     differ = "step 7 of epoch 2: ranks of shard 'a' were given different versions of it"
-    assert recovery._reasons(ranks, (2, 7)) == [differ if reason == "a" else reason for reason in reasons]
+    assert statements.reasons_of(ranks, (2, 7)) == [differ if reason == "a" else reason for reason in reasons]
 
 
 def test_ranks_that_were_given_different_versions_go_on_from_an_older_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,16 +118,15 @@ ALIKE = "has none of its own in this version, and all are to go on alike"
     ([True, True], 1, True, "", {}), ([True], None, False, "", {"": "no rank was asked for"}),
     ([None, True], 1, True, "", {}), ([True, False], 1, False, "", {"": "the version has no state of rank 1"}),
     ([True, False], 1, False, "it is damaged", {"": "it is damaged"}),
-    ([True, False, True], 0, True, "", dict.fromkeys(recovery.ALIKE, "rank 1 " + ALIKE)),
+    ([True, False, True], 0, True, "", dict.fromkeys(statements.ALIKE, "rank 1 " + ALIKE)),
     ([True, None, False, False], 0, True, "",
-     dict.fromkeys(recovery.ALIKE, "2 ranks, rank 2 the first, " + ALIKE)),
+     dict.fromkeys(statements.ALIKE, "2 ranks, rank 2 the first, " + ALIKE)),
     ([False, False], 0, False, "", {"": "the version has no state of rank 0"}),
 ])
 def test_who_goes_on_without_a_state_of_its_own(
     ranks: list[bool | None], own: int | None, has: bool, why: str, lacking: dict[str, str]
 ) -> None:
-    got = recovery._Got(state={"user": {}} if has else {}, why_no_state=why)
-    assert recovery._lacking(given_by(*ranks), own, got) == lacking
+    assert statements.lacking(given_by(*ranks), own, {"user": {}} if has else {}, why) == lacking
 
 
 # -- torch's numbering ---------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.protocol import Bye, Flows, Patch, Ranges, Record, State, User
-from flowcheck.trainer import sender as sending
+from flowcheck.control.protocol import Bye, Flows, Limits, Patch, Ranges, Record, State, User
+from flowcheck.trainer.connection import sender as sending
+from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.ranges import Wish
-from flowcheck.trainer.sender import Sender
 from flowcheck.trainer.starts import Identity
 
 from ..hand_node import LONGEST, TOKEN, HandNode, until
@@ -81,7 +81,8 @@ def test_a_welcome_connects(hand_node, sender) -> None:
     hand_node.welcome()
     assert mine.tried.wait(LONGEST)
     assert (mine.why, mine.connected, mine.told) == ("", True, [])
-    assert (mine.wanted, mine.joined, mine.lost, mine.iteration, mine.status) == (frozenset(), None, 0, -1, "")
+    node = mine.node
+    assert (node.wanted, node.joined, mine.lost, node.iteration, node.status) == (frozenset(), None, 0, -1, "")
 
 
 @pytest.mark.parametrize("proof", [
@@ -128,7 +129,7 @@ def test_a_message_of_65536_bytes_is_read(hand_node, sender) -> None:
     peer = hand_node.welcome()
     text = len('{"type": "wanted", "what": ["state"], "why": ""}')
     peer.send("wanted", what=["state"], why="y" * (65536 - text))
-    assert mine.answered.wait(LONGEST) and mine.wanted == {"state"} and mine.connected
+    assert mine.answered.wait(LONGEST) and mine.node.wanted == {"state"} and mine.connected
 
 
 # -- what a node says ----------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ def test_wanted_and_its_reason(hand_node, sender) -> None:
     assert mine.tried.wait(LONGEST) and not mine.answered.is_set()
     peer.send("wanted", what=["manifest", "flows"], why="nothing is known of the job yet")
     assert mine.answered.wait(LONGEST)
-    assert mine.wanted == {"manifest", "flows"} and mine.joined is None and mine.connected
+    assert mine.node.wanted == {"manifest", "flows"} and mine.node.joined is None and mine.connected
     assert mine.why == "nothing is known of the job yet" and mine.told == [mine.why]
 
 
@@ -150,8 +151,19 @@ def test_what_is_no_longer_wanted_has_no_reason(hand_node, sender) -> None:
     peer.send("wanted", what=["state"], why="first")
     peer.send("wanted", what=[], why="second")
     peer.send("progress", iteration=0, status="x")
-    until(lambda: mine.iteration == 0)
-    assert mine.wanted == frozenset() and mine.told == ["first"]
+    until(lambda: mine.node.iteration == 0)
+    assert mine.node.wanted == frozenset() and mine.told == ["first"]
+
+
+def test_what_a_node_gives_no_reason_for_makes_no_line_of_the_log(hand_node, sender) -> None:
+    mine = sender()
+    peer = hand_node.welcome()
+    peer.send("wanted", what=["state"], why="first")
+    peer.send("wanted", what=["state"], why="")
+    peer.send("epoch", epoch=3, why="")
+    peer.send("progress", iteration=0, status="x")
+    until(lambda: mine.node.iteration == 0)
+    assert (mine.told, mine.why, mine.node.epoch) == (["first"], "", 3)
 
 
 def test_joined_is_an_answer_to_all_that_was_wanted(hand_node, sender) -> None:
@@ -159,8 +171,8 @@ def test_joined_is_an_answer_to_all_that_was_wanted(hand_node, sender) -> None:
     peer = hand_node.welcome()
     peer.send("wanted", what=["state"], why="a state to begin with")
     peer.send("joined", iteration=7)
-    until(lambda: mine.joined is not None and not mine.why)
-    assert (mine.joined, mine.wanted, mine.connected) == (7, frozenset(), True)
+    until(lambda: mine.node.joined is not None and not mine.why)
+    assert (mine.node.joined, mine.node.wanted, mine.connected) == (7, frozenset(), True)
 
 
 def test_progress_is_the_newest_version(hand_node, sender) -> None:
@@ -168,32 +180,33 @@ def test_progress_is_the_newest_version(hand_node, sender) -> None:
     peer = hand_node.welcome()
     peer.send("progress", iteration=4, status="unverified")
     peer.send("progress", iteration=5, status="verified")
-    until(lambda: mine.iteration == 5)
-    assert mine.status == "verified" and mine.wanted == frozenset() and mine.joined is None and mine.answered.is_set()
+    until(lambda: mine.node.iteration == 5)
+    assert mine.node.status == "verified" and mine.node.wanted == frozenset() and mine.node.joined is None
+    assert mine.answered.is_set()
 
 
 def test_what_the_node_has_noticed_is_told_until_it_is_over(hand_node, sender) -> None:
     mine = sender()
     peer = hand_node.welcome()
     peer.send("notice", why="no packet has come")
-    until(lambda: mine.notice)
+    until(lambda: mine.node.notice)
     until(lambda: mine.told)
-    assert mine.why == mine.told[0] == "no packet has come" and mine.wanted == frozenset()
+    assert mine.why == mine.told[0] == "no packet has come" and mine.node.wanted == frozenset()
     peer.send("joined", iteration=7)
-    until(lambda: mine.joined == 7)
+    until(lambda: mine.node.joined == 7)
     peer.send("progress", iteration=0, status="")
-    until(lambda: mine.iteration == 0)
+    until(lambda: mine.node.iteration == 0)
     assert mine.why == "no packet has come"  # a state does not make a mirror speak
     peer.send("notice", why="")
     peer.send("progress", iteration=1, status="")
-    until(lambda: mine.iteration == 1)
-    assert (mine.why, mine.notice, len(mine.told)) == ("", "", 1)
+    until(lambda: mine.node.iteration == 1)
+    assert (mine.why, mine.node.notice, len(mine.told)) == ("", "", 1)
     peer.send("notice", why="nothing again")
     peer.send("wanted", what=["state"], why="it comes again: a state")
     peer.send("notice", why="")
     peer.send("progress", iteration=2, status="")
-    until(lambda: mine.iteration == 2)
-    assert (mine.why, mine.notice) == ("it comes again: a state", "")  # the later reason stays
+    until(lambda: mine.node.iteration == 2)
+    assert (mine.why, mine.node.notice) == ("it comes again: a state", "")  # the later reason stays
 
 
 def test_the_same_reason_is_told_once(hand_node, sender) -> None:
@@ -222,15 +235,15 @@ def test_what_ends_a_connection(hand_node, sender, send: Callable[[Any], None], 
     mine = sender()
     peer = hand_node.welcome()
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: mine.wanted)
+    until(lambda: mine.node.wanted)
     mine.answered.clear()
     send(peer)
     peer.says_no_more()
     assert peer.ended()
     assert mine.answered.wait(LONGEST)
-    until(lambda: not mine.connected and not mine.wanted)
+    until(lambda: not mine.connected and not mine.node.wanted)
     assert mine.why.startswith(why) and mine.told == ["a state", mine.why]
-    assert mine.joined is None and mine.lost == 0 and not mine.put(Record(0))
+    assert mine.node.joined is None and mine.lost == 0 and not mine.put(Record(0))
 
 
 def test_a_node_may_not_send_payloads(hand_node, sender) -> None:
@@ -240,13 +253,13 @@ def test_a_node_may_not_send_payloads(hand_node, sender) -> None:
     until(lambda: mine._link is not None)
     link = mine._link
     assert link.limits().payload == {} and link.limits().text == 2 << 20
-    link.limits = lambda: sending.Limits(65536, {"joined": 100})
+    link.limits = lambda: Limits(65536, {"joined": 100})
     peer.send("progress", iteration=0, status="")  # the message after this one is read under the new limits
-    until(lambda: mine.iteration == 0)
+    until(lambda: mine.node.iteration == 0)
     peer.send("joined", b"payload", iteration=1)
     assert peer.ended()
     until(lambda: not mine.connected)
-    assert mine.why == "a payload from a node" and mine.joined is None
+    assert mine.why == "a payload from a node" and mine.node.joined is None
 
 
 class Late(Made):
@@ -305,7 +318,7 @@ def test_what_is_small_is_sent_by_who_puts_it(hand_node, sender) -> None:
     until(lambda: mine.connected and not mine._again.is_set())
     until(lambda: not mine._outlet.lock.locked())
     records = [(User(7, 0), b"state"), (Record(7), {"buffer.a": torch.ones(3)})]
-    assert mine.put_all(records) and not mine._queue.unfinished_tasks
+    assert mine.put_all(records) and not mine._backlog.queue.unfinished_tasks
     assert peer.receive() == ({"type": "user", "iteration": 7, "rank": 0}, b"state")
     assert peer.receive()[0]["type"] == "record"
 
@@ -317,7 +330,7 @@ def test_what_the_socket_does_not_take_is_sent_later_and_in_order(hand_node, sen
     states = [bytes([number]) * (1 << 20) for number in range(30)]  # more than any socket has room for
     for number, state in enumerate(states):
         assert mine.put_all([(User(number, 0), state), (Record(number), None)])
-    assert mine._queue.unfinished_tasks
+    assert mine._backlog.queue.unfinished_tasks
     for number, state in enumerate(states):
         assert peer.receive() == ({"type": "user", "iteration": number, "rank": 0}, state)
         assert peer.expect("record")["iteration"] == number
@@ -410,7 +423,7 @@ def test_what_was_put_for_a_connection_that_has_ended_meanwhile_does_not_go_to_t
     mine = sender()
     peer = hand_node.welcome()
     until(lambda: mine.connected)
-    put, before, after = mine._queue.put_nowait, mine._link, list[Any]()
+    put, before, after = mine._backlog.queue.put_nowait, mine._link, list[Any]()
 
     def late(item: Any) -> None:
         if not isinstance(item[1], Record):
@@ -421,7 +434,7 @@ def test_what_was_put_for_a_connection_that_has_ended_meanwhile_does_not_go_to_t
         put(item)
 
     monkeypatch.setattr(mine, "_at_once", lambda *_: None)
-    monkeypatch.setattr(mine._queue, "put_nowait", late)
+    monkeypatch.setattr(mine._backlog.queue, "put_nowait", late)
     mine.put(Record(1))
     monkeypatch.undo()
     assert mine.put(Record(2)) and after[0].expect("record")["iteration"] == 2
@@ -577,7 +590,7 @@ def test_close_waits_until_the_node_has_read(hand_node, sender, monkeypatch: pyt
     closer.start()
     assert peer.receive()[0]["iteration"] == 0 and peer.expect("bye") == {}
     peer.send("progress", iteration=0, status="unverified")
-    until(lambda: mine.iteration == 0)  # it is heard to the end
+    until(lambda: mine.node.iteration == 0)  # it is heard to the end
     assert peer.ended() and closer.is_alive()
     peer.close()
     closer.join(LONGEST)
@@ -591,7 +604,7 @@ def test_close_waits_for_the_last_word_itself(hand_node, sender) -> None:
     assert mine.tried.wait(LONGEST) and mine.put(Record(0))
     peer.expect("record")
     peer.send("joined", iteration=0)
-    until(lambda: mine.joined == 0)
+    until(lambda: mine.node.joined == 0)
     mine.close(Record(1, [Slow(x=1.0)]), LONGEST)
     assert peer.expect("record")["iteration"] == 1 and peer.ended()
 
@@ -662,4 +675,4 @@ def test_the_socket_notices_a_node_that_is_gone_and_does_not_delay_small_message
     sock = mine._link._socket
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-    assert isinstance(mine._queue, queue.Queue) and mine._queue.maxsize == 1024
+    assert isinstance(mine._backlog.queue, queue.Queue) and mine._backlog.queue.maxsize == 1024

@@ -12,7 +12,8 @@ TRAINER = f"""
 import atexit, os, sys, threading
 atexit.register(lambda: print(*(one.name for one in threading.enumerate()), flush=True))  # first of all: so it is last
 from flowcheck.control.protocol import Bye
-from flowcheck.trainer.sender import Identity, Sender
+from flowcheck.trainer.connection.sender import Sender
+from flowcheck.trainer.starts import Identity
 sender = Sender((sys.argv[1], int(sys.argv[2])), {TOKEN!r}, Identity("run", 0, 0, 1, ""), list, print, None)
 sender.start()
 while not sender.connected:
@@ -62,7 +63,7 @@ def test_a_node_that_hangs_does_not_hold_a_process_up(hand_node: HandNode) -> No
     process, peer = trainer(hand_node, """
 import torch
 from flowcheck.control.protocol import Record
-from flowcheck.trainer import sender as sending
+from flowcheck.trainer.connection import sender as sending
 sending.LEAVE_SECONDS = 0.2
 for number in range(64):
     sender.put(Record(number), {"buffer.x": torch.zeros(1 << 18)})

@@ -13,7 +13,7 @@ import torch
 
 from flowcheck.control.user_state import USER_BYTES, UserState
 from flowcheck.errors import UserError
-from flowcheck.trainer import sender as sender_module
+from flowcheck.trainer.connection import backlog
 from flowcheck.trainer.user import Keeper, restore_rng, rng_state
 
 from ..hand_node import until
@@ -216,7 +216,7 @@ def test_a_scheduler_that_steps_after_the_boundary_is_said() -> None:
 
 def asked(one: Any, peer: Any) -> None:
     peer.send("wanted", what=["user"], why="")
-    until(lambda: one.attachment._senders[0].takes_user)
+    until(lambda: one.attachment._senders[0].node.takes_user)
 
 
 def test_a_node_that_asks_gets_it_before_each_record(training, hand_node) -> None:
@@ -255,7 +255,7 @@ def test_what_has_not_changed_is_not_sent_again(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["user", "userhead"], why="")
-    until(lambda: one.attachment._senders[0].takes_head)
+    until(lambda: one.attachment._senders[0].node.takes_head)
     before, sizes = b"", list[int]()
     for does in (None, None, random.random, None):
         if does is not None:
@@ -274,14 +274,14 @@ def test_what_waits_to_be_sent_is_bounded(training, hand_node, monkeypatch: pyte
     one = training()
     peer = joined(one, hand_node)
     asked(one, peer)
-    monkeypatch.setattr(sender_module, "USER_UNSENT", 100)
+    monkeypatch.setattr(backlog, "USER_UNSENT", 100)
     with one.attachment._senders[0]._outlet.lock:  # nothing can be sent at once
         one.iterate()
     assert peer.expect("record")["iteration"] == 3
     monkeypatch.undo()
     one.iterate()
     assert peer.receive()[0] == {"type": "user", "iteration": 4, "rank": 0}
-    until(lambda: one.attachment._senders[0]._unsent == 0)
+    until(lambda: one.attachment._senders[0]._backlog._unsent == 0)
 
 
 def test_a_new_connection_is_asked_anew(training, hand_node) -> None:
@@ -289,7 +289,7 @@ def test_a_new_connection_is_asked_anew(training, hand_node) -> None:
     peer = known(one, hand_node)
     asked(one, peer)
     peer.close()
-    until(lambda: not one.attachment._senders[0].takes_user)
+    until(lambda: not one.attachment._senders[0].node.takes_user)
 
 
 def test_the_scheduler_given_to_attach_is_kept(training, hand_node) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 import flowcheck
+from flowcheck.trainer import following, state_upload
 
 from ..hand_node import TOKEN, HandNode, Peer, until
 
@@ -85,6 +88,12 @@ def known(one: Training, node: HandNode, *, manifest: bool = True, **more: Any) 
     if manifest:
         peer.expect("manifest")
     return peer
+
+
+def clock_of_waiting(monkeypatch: pytest.MonkeyPatch, clock: Callable[[], float]) -> None:
+    """What ranks wait at a boundary is measured by this one."""
+    for module in (following, state_upload):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
 
 
 def joined(one: Training, node: HandNode, **options: Any) -> Peer:

@@ -10,10 +10,10 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.trainer import loop
-from flowcheck.trainer.loop import Told
+from flowcheck.trainer.loop import IterationInputs
 
 
-class Script(Told):
+class Script(IterationInputs):
     """Two parameters, and their gradients. told: what `step` was called with."""
 
     def __init__(self, scaler: Any = None) -> None:

@@ -1,0 +1,70 @@
+"""What torch calls around an optimizer's step: right before the update, and right after it.
+
+    hooks = StepHooks(optimizer, ready, stepped)
+    hooks.begin(); ...; hooks.end()
+    hooks.steps                     since the caller has set it to 0
+    hooks.keep_places()             at a boundary, whatever other hooks the script has registered meanwhile
+
+The training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+__all__ = ["StepHooks"]
+
+
+class StepHooks:
+    """ready: called when the gradients of a step are all there, stepped: when it is over, with what torch gives to a
+    hook. Neither may raise."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ready: Callable[[], None], stepped: Callable[..., None]
+    ) -> None:
+        self._optimizer, self._ready, self._stepped = optimizer, ready, stepped
+        self._handles: tuple[Any, Any] | None = None
+        self.steps = 0
+
+    def begin(self) -> None:
+        self._handles = (self._optimizer.register_step_pre_hook(self._before_step),
+                         self._optimizer.register_step_post_hook(self._stepped))
+
+    def end(self) -> None:
+        if self._handles is not None:
+            before, after = self._handles
+            try:
+                before.remove()
+            finally:
+                after.remove()
+
+    def keep_places(self) -> None:
+        """Before the update comes what was registered first, and after it what comes first: the hook that looks at
+        gradients is the last one before it, and the one that reads what the step has used the first one after it."""
+        if self._handles is None:
+            return
+        before, after = self._handles
+        for hooks, hook, last in ((self._optimizer._optimizer_step_pre_hooks, before, True),
+                                  (self._optimizer._optimizer_step_post_hooks, after, False)):
+            if len(hooks) > 1 and hook.id in hooks and next(reversed(hooks) if last else iter(hooks)) != hook.id:
+                cast(Any, hooks).move_to_end(hook.id, last=last)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: dict[str, Any]) -> Any:
+        """Called by torch. A closure makes the gradients within the step: what is looked at comes after it."""
+        self.steps += 1
+        closure = named.get("closure", given[1] if len(given) > 1 else None)
+        if not callable(closure):
+            self._ready()
+            return None
+
+        def then_ready() -> Any:
+            result = closure()
+            self._ready()
+            return result
+
+        if "closure" in named:
+            return given, named | {"closure": then_ready}
+        return (given[0], then_ready, *given[2:]), named
