@@ -277,7 +277,6 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint8_t trust;       /* fc_trust: set_trust() alone changes it                        */
     uint8_t active;      /* a packet of it was seen                                       */
     uint8_t finished;    /* its schedule has ended                                        */
-    uint8_t restarting;  /* the sender has gone back and repeats a run of packets         */
     uint8_t rotations;   /* of an iteration's sizes: 0 not looked at, 1 some are alike, 2 none is */
     int32_t edge, qp, cts; /* cts: index into cts tables, -1 unknown                      */
     fc_cursor cursor;    /* the next message to generate                                  */
@@ -287,6 +286,7 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint64_t base[3];    /* address of step 0's slot by protocol, 0 while unknown         */
     int32_t side_head, side_tail; /* packets kept aside, oldest first                     */
     uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn;
+    uint64_t went_back_at; /* the sender repeats a run of packets, until one comes that is not before this PSN */
     uint64_t first_anchor; /* one past the lowest PSN where a witness agreed with the count; 0: none did */
     uint64_t agreements, disagreements;
     uint64_t seen[FC_SEEN_WORDS];

@@ -36,15 +36,14 @@ static int note_psn(fc_flow *f, uint64_t psn)
             }
         }
         f->next_psn = psn + 1;
-        f->restarting = 0;
     } else if (psn + FC_HISTORY < f->next_psn) {
         f->retransmissions++; /* older than the history */
         return 1;
     } else if (*fc_seen_word(f, psn) & bit) {
         /* a mirror's second copy follows closely; a sender that went back repeats a run of packets */
         if (f->next_psn - psn > 4)
-            f->restarting = 1;
-        *(f->restarting ? &f->retransmissions : &f->duplicates) += 1;
+            f->went_back_at = f->next_psn;
+        *(f->went_back_at == f->next_psn ? &f->retransmissions : &f->duplicates) += 1;
         return 1;
     } else {
         f->out_of_order++;
@@ -391,9 +390,10 @@ static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_r
         return FC_OTHER_PACKET;
     if (M->check_icrc && !fc_icrc_ok(p))
         return fc_refuse_icrc(f);
-    f->packets++;
+    if (f->packets++ == 0 && !(fc_from_start(M) && p->psn < FC_YOUNG)) /* what came before was not mirrored: not missing */
+        f->next_psn = f->start_psn = p->psn;
     int64_t delta = fc_psn_distance(p->psn, (int64_t)f->next_psn);
-    if (delta >= 0 || (uint64_t)-delta <= f->next_psn)
+    if (delta >= 0 || (uint64_t)-delta <= f->next_psn - f->start_psn)
         note_psn(f, f->next_psn + (uint64_t)delta);
     if (!read_cts(M, p, &c))
         return FC_CONTROL;

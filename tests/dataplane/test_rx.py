@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from dataplane.pydpdk import Mempool, Port
+from dataplane.pydpdk import Mbuf, Mempool, Port, Ring
 from dataplane.pydpdk.ffi import ffi, lib
 from dataplane.reader import RingReader
 from dataplane.rx import RingMemory, RxConfig, RxThread
 from tests.flowcheck.memory_ring import MemoryRing
 
 from .conftest import wait_until
+
+OL_FLAGS_WORD, IP_CHECKSUM_BAD = 3, 1 << 4  # struct rte_mbuf: of DPDK's stable ABI
 
 
 def test_other_traffic_is_dropped_and_counted_if_asked(eal, captures, tmp_path):
@@ -63,3 +67,56 @@ def test_a_reader_takes_no_more_than_it_was_asked_for():
     ring.put([(7, bytes(10))])
     ring.end()
     assert not reader.drained and len(reader.take()) == 1 and reader.drained
+
+
+# -- what only a live port says ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(eal):
+    """live(name, **options) -> a port's buffers, the ring at its far end, the ring it fills, and what fills that."""
+    pools = []
+
+    def make(name: str, **options: object) -> tuple[Mempool, Ring, RingMemory, RxThread]:
+        pools.append(Mempool(eal, name, 255, 4352))
+        port = Port(eal, f"net_ring_{name}")
+        port.configure()
+        port.rx_queue(0, pools[-1])
+        port.start()
+        far_end, memory = Ring.of(eal, f"ETH_RXTX0_net_ring_{name}"), RingMemory(eal, 64, 4352)
+        return pools[-1], far_end, memory, RxThread(port, memory, RxConfig(**options))
+
+    yield make
+    for pool in pools:
+        pool.close()  # and what came from it
+
+
+def test_each_burst_has_the_time_at_which_it_was_taken(live):
+    pool, far_end, memory, rx = live("stamped", stamp=True)
+    moments = [time.time_ns()]
+    for number in range(3):
+        assert far_end.put([Mbuf(pool, bytes([number]) * 60) for _ in range(2)]) == 2
+        assert rx.poll() == 2
+        moments.append(time.time_ns())
+    stamps = [packet.timestamp_ns for packet in RingReader(memory.ring_address).take(6)]
+    assert stamps[::2] == stamps[1::2], "a burst has one time"
+    for before, stamp, after in zip(moments, stamps[::2], moments[1:], strict=False):
+        assert before <= stamp <= after
+
+
+def test_what_the_port_found_damaged_is_counted_apart_from_other_traffic(live, captures):
+    """A port tells of a wrong IP checksum in the buffer's flags."""
+    roce = captures.records(1, sizes=(100,))[0].data
+    roce = roce[:36] + b"\x12\xb7" + roce[38:]
+    tcp = roce[:23] + b"\x06" + roce[24:]
+    pool, far_end, memory, rx = live("damaged", roce_only=True)
+    frames = [Mbuf(pool, frame) for frame in (tcp, roce, roce, tcp, roce, tcp)]
+    for at in (2, 3):
+        flags = ffi.cast("uint64_t *", frames[at].pointer) + OL_FLAGS_WORD
+        flags[0] |= IP_CHECKSUM_BAD
+    assert far_end.put(frames) == rx.poll() == 6
+    counters = memory.counters()
+    assert [counters[name] for name in ("received", "bad_checksum", "not_roce", "published")] == [6, 2, 2, 2]
+    assert [packet.data for packet in RingReader(memory.ring_address).take()] == [roce, roce]
+    rx.close()
+    assert pool.in_use == 0

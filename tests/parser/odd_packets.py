@@ -71,3 +71,7 @@ def shortened(by: int) -> Change:
         return sealed(bytes(body))
 
     return change
+
+
+def with_psn(frame: bytes, number: int) -> bytes:
+    return sealed(frame[:51] + number.to_bytes(3, "big") + frame[54:])

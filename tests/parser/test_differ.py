@@ -16,6 +16,7 @@ from parser.placers import Placers
 from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, example_job, generate
+from parser.engine_config import Target
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, altered, destination, opcode, payload, psn, sealed, spots
 from tests.flowcheck.memory_ring import MemoryRing
 
@@ -214,3 +215,13 @@ def test_differences_of_two_packets_side_by_side_are_each_ones_own() -> None:
     found = fed(plan, (0, made.packets), (1, changed)).differences()
     assert [(one["psn"], one["bytes"]) for one in found] == [
         (psn(made.packets[first][1]), 8), (psn(made.packets[second][1]), 8)]
+
+
+def test_differences_of_the_parameters_leave_the_log_with_the_first_iteration() -> None:
+    job = example_job(count=COUNT, mtu=1024, rebuild=False, seed=21)
+    made = generate(job, iterations=1, seed=21)
+    engine = fed(plan_job(job, streams=2), (0, made.packets), (1, everywhere(made.packets)))
+    assert Target.PARAMETERS in {one["target"] for one in engine.differences()}
+    engine.retire()
+    engine.forget()
+    assert engine.differences() == []

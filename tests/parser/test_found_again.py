@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from parser.machine import Engine
 
 from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, example_job, generate
+from parser.engine_config import Phase, Target
 from tests.flowcheck.altered import Packet, destination, messages, opcode, psn
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import kinds, writes
@@ -49,14 +51,15 @@ def test_packets_at_the_old_place_were_not_seen_at_the_new_one() -> None:
     old, new = writes(made.packets, qpn), writes(later.packets, qpn)
     assert (psn(new[0][1]) - psn(old[0][1])) % HISTORY == 0
     engine = Engine(plan.engine)
-    assert run(engine, old, 1) == len(old)
+    assert run(engine, old[:40] + old[41:], 1) == len(old) - 1
     engine.retire(apart)
     lost = [3, 7, 8]
     assert run(engine, [packet for at, packet in enumerate(new) if at not in lost], 2) == len(new) - len(lost)
     engine.finish()
     found = counted(engine, plan, qpn)
     assert (found["duplicates"], found["retransmissions"], found["out_of_order"]) == (0, 0, 0)
-    assert found["missing"] == apart * each - len(old) + len(lost)
+    assert found["missing"] == apart * each - len(old) + 1 + len(lost)
+    assert found["first_psn"] == START * each, "where it was found first"
     assert engine.outcomes(0)["repeated"] == engine.outcomes(0)["unanchored"] == (0, 0) and kinds(engine) == []
 
 
@@ -108,3 +111,25 @@ def test_what_vouched_at_the_old_place_does_not_stand_before_the_new_one() -> No
     outcomes = engine.outcomes(0)
     assert outcomes["aside"] == outcomes["unanchored"] == (0, 0)
     assert outcomes["late"][0] == len(final) - 1, "of an iteration before the first: known, and counted as that"
+
+
+def test_a_connection_whose_calls_have_ended_begins_anew() -> None:
+    """LL. A connection that only a job's beginning uses. It has come to its end when the job is started anew on the
+    same queue pair, more than half a lap of the PSN before: the messages after the first one are known as well."""
+    job = example_job(count=50_000, mtu=256, startup=False, rebuild=False, seed=8)
+    plan, qpn = plan_job(job), job.flows[0].qpns[0]
+    first = writes(generate(job, iterations=1, first_iteration=1, seed=8).packets, qpn)
+    turns = 2**23 // len(first) + 3
+    last = writes(generate(job, iterations=1, first_iteration=turns - 1, seed=8).packets, qpn)
+    engine = Engine(replace(plan.engine, edges=tuple(
+        replace(edge, calls=turns * tuple(
+            replace(call, phase=Phase.ITERATION_0, target=Target.NOTHING)
+            for call in edge.calls if call.phase == Phase.STEADY
+        ))
+        for edge in plan.engine.edges
+    )))
+    assert run(engine, last, 1) == len(last) and engine.past(0) > 0, "nothing comes after them"
+    assert run(engine, first, 2) == len(first)
+    found, outcomes = counted(engine, plan, qpn), engine.outcomes(0)
+    assert kinds(engine) == [] and found["state"] == "ANCHORED" and found["next_psn"] == 2 * len(first)
+    assert (outcomes["released"][0], outcomes["beyond"]) == (len(last) + len(first), (0, 0))

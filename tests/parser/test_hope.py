@@ -11,7 +11,8 @@ from parser.machine import NOTHING_SEEN, Engine
 from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, TransportOptions, example_job, generate
-from tests.flowcheck.altered import Packet, destination, opcode, psn, sealed, spots
+from tests.flowcheck.altered import Packet, destination, messages, opcode, psn, sealed, spots
+from tests.parser.odd_packets import with_psn, writes
 
 COUNT = 40_000
 ACK = 17
@@ -50,10 +51,6 @@ def ack_of(packets: list[Packet], qpn: int, protocol: str = "ll") -> bytes:
     job = traffic(protocol)[0]
     assert job.flows[0].qpns[0] == qpn
     return next(frame for _, frame in packets if is_ack(frame) and destination(frame) == job.flows[0].cts_qpns[0])
-
-
-def with_psn(frame: bytes, number: int) -> bytes:
-    return sealed(frame[:51] + number.to_bytes(3, "big") + frame[54:])
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -236,3 +233,36 @@ def test_what_was_acknowledged_never_comes(  # type: ignore[no-untyped-def]
                 known[iteration] = engine.covered(iteration)
     for iteration, covered in known.items():
         assert engine.covered(iteration) == covered
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_is_missing_of_a_partial_sum_is_not_waited_for(protocol: str) -> None:
+    """Nobody keeps it: the iteration has all that it needs."""
+    job, plan, made = traffic(protocol)
+    qpn = job.flows[0].qpns[0]
+    reduced = {at for found in spots(made, protocol, qpn, 1) for at in found.packets}
+    all_messages = messages(made.packets, qpn)
+    each = len(all_messages) // 4
+    partial = next(places for places in all_messages[each : 2 * each] if places[0] not in reduced)
+    engine = Engine(plan.engine)
+    said = after(engine, [packet for at, packet in enumerate(made.packets) if at != partial[-2]])
+    assert set(said) == {"all_came"} and engine.covered(1) == COUNT // 2
+    flow = [spec.qpn for spec in plan.engine.flows].index(qpn)
+    engine.finish()
+    assert engine.flow_counters(0)[flow]["missing"] == 1
+
+
+def test_what_came_before_a_large_gap_has_come() -> None:
+    """SIMPLE. An iteration is whole, and of the next three only the last packet is there: it is more PSNs behind them
+    than the engine remembers one by one."""
+    job = example_job(count=400_000, protocol="simple", mtu=256, startup=False, rebuild=False, seed=9)
+    qpn = job.flows[0].qpns[0]
+    first, later = (
+        writes(generate(job, iterations=1, first_iteration=number, directions="out", seed=9).packets, qpn)
+        for number in (0, 3)
+    )
+    engine = Engine(plan_job(job).engine)
+    for _, frame in [*first, later[-1]]:
+        assert engine.feed(0, frame)
+    assert psn(later[-1][1]) - psn(first[-1][1]) > 16_384
+    assert (engine.hope(0, 0), engine.hope(0, 2)) == ("all_came", "passed")

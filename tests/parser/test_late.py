@@ -54,3 +54,16 @@ def test_the_next_iteration_in_an_arena_has_none_of_them(protocol: str) -> None:
         assert engine.late(iteration) == (CELLS[protocol] if iteration == TIME else 0)
         engine.retire()
     assert engine.config.arenas <= 5 and kinds(engine) == []
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_where_each_packet_belongs_that_comes_for_a_closed_iteration_is_known(protocol: str) -> None:
+    """One iteration's packets come after it was closed: their places are all of it, and nothing else."""
+    _, plan, made = traffic(protocol, 7)
+    engine = Engine(plan.engine)
+    feed(engine, of_iterations(list(made.packets), 0, TIME))
+    engine.retire(TIME + 1)
+    feed(engine, of_iterations(list(made.packets), TIME, TIME + 1))
+    places = sorted(engine.late_places())
+    assert {iteration for iteration, _, _ in places} == {TIME} and engine.outcomes(0)["late"][0] >= len(places)
+    assert {byte for _, first, nbytes in places for byte in range(first, first + nbytes)} == set(range(4 * COUNT))

@@ -5,8 +5,9 @@ from parser.machine import Engine
 
 from flowcheck.rebuild.plan import plan_job
 from lab.synth import example_job, generate
-from tests.flowcheck.altered import FIRST, LAST_IMM, MIDDLE, Packet, messages, opcode, psn, spots
+from tests.flowcheck.altered import FIRST, LAST_IMM, MIDDLE, Packet, messages, opcode, payload, psn, spots
 from tests.flowcheck.memory_ring import MemoryRing
+from tests.parser.odd_packets import with_psn
 
 COUNT = 12_000
 PROTOCOLS = ["ll", "ll128", "simple"]
@@ -143,3 +144,87 @@ def test_after_an_outage_the_packet_that_is_due_is_believed() -> None:
     engine.run(0, ring.ring_address, 1 << 20)
     found = engine.flow_counters(0)[flow]
     assert not found["adrift"] and found["packets"] == len(data)
+
+
+# -- clear-to-send --------------------------------------------------------------------------------------
+
+
+def announced(first_iteration: int) -> tuple[Engine, list[bytes], list[bytes], int]:
+    """An engine, a connection's data and its clear-to-sends, and which flow of the engine those are."""
+    job = example_job(count=COUNT, protocol="simple", mtu=1024, startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=8, first_iteration=first_iteration)
+    qpns = job.flows[0].qpns[0], job.flows[0].cts_qpns[0]
+    data, frames = ([frame for _, frame in writes(made.packets, qpn)] for qpn in qpns)
+    return Engine(plan.engine), data, frames, [spec.qpn for spec in plan.engine.flows].index(qpns[1])
+
+
+@pytest.mark.parametrize("first_iteration", [900, 3_000_000], ids=["in-the-first-half-of-a-lap", "in-the-second"])
+def test_clear_to_sends_from_before_the_capture_are_not_missing(first_iteration: int) -> None:
+    """What went before the first one that was mirrored is of before the capture. One that comes after it, out of order,
+    is as well; one that is not there in between is missing."""
+    engine, _, frames, flow = announced(first_iteration)
+    assert psn(frames[2]) - psn(frames[0]) == 2 and (psn(frames[0]) >= 2**23) == (first_iteration > 900)
+    for frame in [*frames[2:5], frames[1], *frames[6:]]:
+        assert engine.feed(0, frame)
+    engine.finish()
+    found = engine.flow_counters(0)[flow]
+    assert (found["packets"], found["missing"]) == (len(frames) - 2, 1)
+    assert found["out_of_order"] == found["retransmissions"] == found["duplicates"] == 0
+
+
+def test_the_first_clear_to_send_is_missing_where_connections_begin() -> None:
+    """The data's first packet is there, and so the capture began before the connection."""
+    engine, data, frames, flow = announced(0)
+    assert psn(data[0]) == 0 and engine.feed(0, data[0]) and psn(frames[2]) == 2
+    for frame in frames[2:]:
+        assert engine.feed(0, frame)
+    engine.finish()
+    assert engine.flow_counters(0)[flow]["missing"] == 2
+
+
+def test_a_clear_to_send_of_an_earlier_lap_moves_nothing() -> None:
+    """PSN 0 begins a new lap, and one from just before it comes after it."""
+    engine, _, frames, flow = announced(0)
+    assert psn(frames[0]) == 0
+    for frame in [*frames[:3], with_psn(frames[0], 2**24 - 2), *frames[3:]]:
+        assert engine.feed(0, frame)
+    engine.finish()
+    found = engine.flow_counters(0)[flow]
+    assert (found["next_psn"], found["missing"], found["out_of_order"]) == (len(frames), 0, 0)
+
+
+# -- what is counted of repeats, and of others -----------------------------------------------------------
+
+
+def test_after_a_sender_has_gone_back_second_copies_are_the_mirrors_again() -> None:
+    job = example_job(count=COUNT, mtu=1024, startup=False, rebuild=False)
+    plan, qpn = plan_job(job), job.flows[0].qpns[0]
+    data = [frame for _, frame in writes(generate(job, iterations=1).packets, qpn)]
+    engine = Engine(plan.engine)
+    for frame in [*data[:20], *data[8:22], data[21], data[23], data[22]]:
+        assert engine.feed(0, frame)
+    found = engine.flow_counters(0)[[spec.qpn for spec in plan.engine.flows].index(qpn)]
+    assert (found["retransmissions"], found["duplicates"], found["out_of_order"]) == (12, 1, 1)
+
+
+def test_a_repeat_of_what_is_too_far_back_to_know_is_a_retransmission() -> None:
+    job = example_job(count=400_000, protocol="simple", mtu=256, startup=False, rebuild=False)
+    plan, qpn = plan_job(job), job.flows[0].qpns[0]
+    first, later = (
+        writes(generate(job, iterations=1, first_iteration=number, directions="out").packets, qpn) for number in (0, 3)
+    )
+    engine = Engine(plan.engine)
+    for _, frame in [*first[:20], later[-1], first[5]]:
+        assert engine.feed(0, frame)
+    found = engine.flow_counters(0)[[spec.qpn for spec in plan.engine.flows].index(qpn)]
+    assert (found["retransmissions"], found["duplicates"], found["out_of_order"]) == (1, 0, 0)
+
+
+def test_bytes_of_others_are_payload_where_they_are_roce_and_frames_where_not() -> None:
+    job = example_job(count=COUNT, mtu=1024, startup=False, rebuild=False)
+    engine, frame = Engine(plan_job(job).engine), generate(job, iterations=1).packets[0][1]
+    other = frame[:47] + b"\0\0\x07" + frame[50:]
+    for one in (other, other, bytes(60)):
+        assert engine.feed(0, one)
+    outcomes = engine.outcomes(0)
+    assert (outcomes["other_roce"], outcomes["not_roce"]) == ((2, 2 * len(payload(other))), (1, 60))

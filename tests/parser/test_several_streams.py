@@ -192,3 +192,28 @@ def test_clear_to_sends_of_all_threads_are_counted() -> None:
     assert edge in engine.cts_tags()  # of the other stream
     assert engine.feed(0, patched(tag_at, (tag + 1).to_bytes(4, "little"))(announced[-1][1]))
     assert edge not in engine.cts_tags()
+
+
+@pytest.mark.parametrize("too_far", [0, 1])
+def test_an_earlier_capture_goes_back_as_far_as_there_are_arenas(too_far: int) -> None:
+    """Both begin in mid-stream. An iteration further back would have the arena of the one that is there."""
+    job, plan = jobs(2, 1)
+    first = 900 + plan.engine.arenas - 1 + too_far
+    made = {iteration: generate(job, iterations=1, first_iteration=iteration, seed=6) for iteration in (900, first)}
+    engine = Engine(plan.engine)
+    run(engine, 1, made[first].packets)
+    run(engine, 0, made[900].packets)
+    kept = (first,) if too_far else (900, first)
+    assert (engine.oldest, engine.missed_iteration) == (kept[0], 900 if too_far else -1)
+    assert (engine.outcomes(0)["late"][0] > 0) == too_far
+    for iteration in kept:
+        assert engine.region(iteration)[: 4 * COUNT].tobytes() == made[iteration].reduced[iteration, 0].tobytes()
+        assert engine.cells(iteration)[: COUNT // 2].all()
+
+
+def test_an_iteration_lasts_from_the_earliest_packet_to_the_latest_in_whichever_order_they_come() -> None:
+    job, plan = jobs(1, 1)
+    packets = of_iterations(generate(job, iterations=1, seed=6), job.flows[0].qpns[0], 1)[0]
+    engine = Engine(plan.engine)
+    run(engine, 0, [(9000 - number, frame) for number, (_, frame) in enumerate(packets)])
+    assert engine.times(0) == (9000 - len(packets) + 1, 9000)

@@ -190,12 +190,13 @@ def test_what_an_engine_took_counts_once_although_it_leaves_twice() -> None:
             assert placers.claimed(0) == len(made.packets)
 
 
-def test_tunnels_are_counted_of_all_rings() -> None:
+def test_tunnels_are_counted_of_all_rings_each_by_its_name() -> None:
     made: list[Packet] = generate(job_of(7), iterations=1, seed=1).packets
     wrapped = made[0][1][:12] + bytes.fromhex("884700020140") + b"\x55" * 60  # MPLS, and in it nobody knows what
+    bridged = made[0][1][:23] + bytes([115]) + made[0][1][24:]  # L2TP
     rings = room(16, 16, 16)
     with placing(rings, 2) as placers:
         for number, ring in enumerate(rings):
-            ring.put([(0, wrapped)] * (number + 1))
+            ring.put([(0, wrapped)] * (number + 1) + [(0, bridged)])
         until(lambda: not any(ring.waiting for ring in rings))
-        assert list(placers.encapsulated().values()) == [6]
+        assert placers.encapsulated() == {"MPLS": 6, "L2TP or EtherIP": 3}
