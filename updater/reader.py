@@ -184,9 +184,10 @@ def _unproven(store: Store) -> tuple[str, ...]:
 
 
 def _said(store: Store, index: int, step: int) -> tuple[str, tuple[str, ...], int]:
-    """Status, marks and matches of the version in a slot. Where its writer said nothing of it, it is verified only if
-    it is the very step that was marked so; and so it is in files of releases that said of every version that it was
-    verified once a checksum had matched. One that was verified there has matched once at least."""
+    """Status, marks and matches of the version in a slot.
+
+    If the file has no status for this version, it is verified only if it is the marked step. Old releases wrote
+    `verified` on every version after a match: for their files the same rule holds. A verified one has matched once."""
     status, unproven, matches = read(store.remarks(index))
     matches = int(status == VERIFIED) if matches is None else matches
     if not status or (status == VERIFIED and store.layout.get("statuses") != OWN):

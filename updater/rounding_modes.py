@@ -14,7 +14,7 @@ decides once per process how to be exact by construction: it compares torch.sqrt
 of the exponent, with IEEE and with textbook sequences, and falls back to calling torch's vmsSqrt on blocks in cache.
 A replica therefore equals a trainer on the same kind of processor; for another one's, ask for the root by name.
 
-`constants` is pure; `cpu_root` may be called from any thread.
+`rule` is pure; `cpu_root` may be called from any thread.
 """
 
 from __future__ import annotations

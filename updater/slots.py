@@ -191,7 +191,7 @@ class Slots:
                 self._store.unlock_slot(slot.index)
 
     def set_state(self, slot: Slot, state: SlotState) -> None:
-        """The only place where a slot changes state."""
+        """The only place where a slot changes state, but for what an earlier process left (find)."""
         if state not in _EDGES[slot.state]:
             raise ReplicaError(f"slot {slot.index} cannot go from {slot.state.value} to {state.value}")
         before, slot.state = slot.state, state

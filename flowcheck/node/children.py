@@ -5,7 +5,9 @@
     children.renew()                                      tokens or certificate have changed
     children.close()
 
-Nobody else starts one. What one is started and watched by: process/child.py. Main thread.
+The node's lasting processes are all started here, by process/child.py, which watches them. Short ones are started by
+groups/assigning.py (channels are looked for), protect/replacement.py (an operator's command) and, for --check,
+store/supervisor.py. Main thread.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
     manifest and flows -> a plan (planning.py) -> session -> its first state (first_state.py) -> records, ranges
 
-Connections (control.py) only put into the inbox, and never wait for the group. The group's thread has the rest.
+Connections (connection.py) only put into the inbox, and never wait for the group. The group's thread has the rest.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     withheld(offer, needs)                  why a version is not offered for recovery, "": it is (api/routes.py)
     shadow = Shadow(needs, say)             of one group
     shadow.begins(run_id)                   a job is followed: how many have matched in this run before
-    shadow.published(run_id, matches)       of each version; says so when none is offered yet, and when that is over
+    shadow.published(step, matches)         of each version; says so when none is offered yet, and when that is over
 
 A checksum that matches shows what no other clause of the verdict can: that the replica is the trainer's own model. The
 count is of a run, so it outlives a loss and the next start of the job here, and a mismatch makes it 0 again. It is

@@ -2,7 +2,8 @@
 
 `judge(evidence)` is a pure function from what is known about one iteration to a Verdict. It fails closed:
 an iteration without buckets or streams, books that do not balance, or a word it does not know fail the
-clause they belong to. Nothing else in the project may decide that an iteration is complete.
+clause they belong to. Only this decides that a version may be published. The scheduler closes an iteration by a count
+of cells, which proves nothing.
 
     clause         holds when                                                    about
     covered        every element of every bucket is there, or patched           gradients

@@ -81,8 +81,8 @@ class Built:
     updates: "early": its buckets were applied as they became complete, with values that were known or rightly assumed;
         "at_record": all of them after its iteration had closed; "": nothing was built.
     rebuilt: how often it was begun in vain, because its record said otherwise.
-    differs: the first tensor that is not the trainer's, "": none is, by checksums of all of them; None: nothing says
-        that all of them are the trainer's.
+    differs: the first tensor that is not the trainer's. "": all were compared and are the trainer's. None: not all were
+        compared.
     patched: elements into which the trainer's own state was written.
     sampled: tensors of which the record had some elements, and all of these are the trainer's."""
 

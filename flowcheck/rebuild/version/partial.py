@@ -9,9 +9,9 @@
     partial.awaits(iteration)                   may a patch of this iteration still come?
     partial.write(replica, iteration)           into the version that is being built; stale shrinks
 
-An optimizer that works element by element applies an iteration with holes to every element all the same; what lies in
-the arena at a hole is nobody's, and its result is stale until a patch: the state after an iteration of just these
-elements. A rank sends its patch of an iteration before its record of it, on one connection. So once the records of an
+An optimizer that works element by element applies an iteration with holes to every element all the same. At a hole the
+arena holds anything, so the updated element is wrong: it is stale until a trainer sends its own state of it, a patch.
+A rank sends its patch of an iteration before its record of it, on one connection. So once the records of an
 iteration are here, its patches are, and nothing is kept of the iterations between.
 
 A job that is begun so lacks its constants, too. They are asked of rank 0, whose model DDP gave to all others. Buffers
