@@ -140,7 +140,8 @@ class _PcapWalk:
 
     def _piece(self, offset: int) -> int:
         """Walk the records that begin in the piece at `offset`; where the next one begins. Raises Damage."""
-        unpack, unit, most = self.head.unpack_from, self.unit, min(self.snaplen, MAX_FRAME)
+        unpack, unit = self.head.unpack_from, self.unit
+        most = MAX_FRAME if self.lies else min(self.snaplen, MAX_FRAME)
         piece = self.file.piece(offset)
         # A record that ends in the piece is whole; of one that does not only the last of the file may be cut.
         at, last, size = 0, len(piece) - 16, self.file.size - offset

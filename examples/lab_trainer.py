@@ -24,6 +24,7 @@ RANK, RANKS, ITERATIONS = int(sys.argv[1]), 2, 20
 os.environ["FLOWCHECK_SOFTROCE"] = json.dumps({"interface": "fab0", "address": f"10.77.0.{10 + RANK}"})
 
 import flowcheck  # noqa: E402
+import lab.softroce  # noqa: E402, F401  # the backend; it reads the variable when a group is made
 from updater.reader import Reader  # noqa: E402
 
 

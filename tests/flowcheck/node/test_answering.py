@@ -288,8 +288,8 @@ class Process:
         self.said: ApiSettings | None = given()
         patch.setattr(answering, "begun", lambda model: self.said)
         patch.setattr(answering, "silent_output", lambda: 12)
-        for name in ("MemoryShelf", "DiskShelf", "ParityShelf", "StoreShelf", "StreamShelf", "Placed", "Glance", "Node",
-                     "open_store", "client_context"):
+        for name in ("MemoryShelf", "DiskShelf", "ParityShelf", "StoreShelf", "StreamShelf", "Placed", "Glance",
+                     "NodeClient", "open_store", "client_context"):
             patch.setattr(answering, name, self._maker(name))
         patch.setattr(answering, "make_app", self._app)
         patch.setattr(answering, "server_of", lambda app, tls: ("server", app, tls))
@@ -374,7 +374,7 @@ def test_a_holder_of_parity(process: Process, others: Any, ca: str) -> None:
     assert (name, directory, most, more) == ("ParityShelf", Path("/p"), 7, {"needs": 3})
     tls = ("client_context", ("our.pem",), {}) if ca else None
     process.settings.take(OtherKeys(keys={}, shown="newer"))
-    assert nodes() == [("Node", ((host, port), "newer", OTHERS_SECONDS, tls), {}) for host, port in others]
+    assert nodes() == [("NodeClient", ((host, port), "newer", OTHERS_SECONDS, tls), {}) for host, port in others]
 
 
 def test_whom_a_placement_says_is_asked(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,4 +382,4 @@ def test_whom_a_placement_says_is_asked(process: Process, monkeypatch: pytest.Mo
     monkeypatch.setattr(answering, "Placed", lambda *some: placed.append(some) or (lambda: [("h", 9)]))
     found = process.shelves(parity={"directory": "/p", "others": None, "most": 7, "ca": "", "placement": "/k/x.json"})
     assert placed == [(Path("/k/x.json"), "n")]
-    assert found["parity"][1][1]() == [("Node", (("h", 9), "s", OTHERS_SECONDS, None), {})]
+    assert found["parity"][1][1]() == [("NodeClient", (("h", 9), "s", OTHERS_SECONDS, None), {})]

@@ -271,8 +271,9 @@ def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copi
 def test_what_comes_from_here_is_not_paced(make: Callable[..., Copier], own: str) -> None:
     """A node without an API has no address, and everything that it reads is from others."""
     sources = module._Sources(make(), given(sources=[], own=own, rate=8 << 20, **ASKS))
-    nodes = {node.name: node.again().pace for node in sources.nodes([("127.0.0.1", 9), ("127.0.0.1", 8), ("::1", 9)])}
+    asked = [("127.0.0.1", 9), ("127.0.0.1", 8), ("::1", 9)]
+    nodes = {node.name: node.again().connection.pace for node in sources.nodes(asked)}
     assert {name for name, pace in nodes.items() if pace is None} == {own} - {""}
     assert len({id(pace) for pace in nodes.values() if pace is not None}) == 1, "they do not share one"
     sources = module._Sources(make(), given(sources=[], own=own, **ASKS))
-    assert sources.node(("127.0.0.1", 8)).pace is None, "as fast as they come"
+    assert sources.node(("127.0.0.1", 8)).connection.pace is None, "as fast as they come"

@@ -273,7 +273,7 @@ def test_settings_with_a_password_in_an_endpoint_show_it_nowhere(tmp_path: Path)
         "registry": ["https://me:hidden@h:1"]}}
     with pytest.raises(ValidationError) as raw:
         NodeConfig.model_validate(tables)
-    assert "protect.registry" in str(raw.value) and "hidden" not in str(raw.value)
+    assert "nodes.registry" in str(raw.value) and "hidden" not in str(raw.value)
     (tmp_path / "node.toml").write_text(
         '[tokens]\npeer = "t"\n[api]\nlisten = "127.0.0.1:0"\n[protect]\nregistry = ["https://me:hidden@h:1"]\n')
     with pytest.raises(UserError) as caught:

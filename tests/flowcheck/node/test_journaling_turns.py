@@ -152,7 +152,7 @@ def test_each_group_of_a_source_has_a_journal_of_the_run_that_it_follows(scene: 
     threads = [group.thread for group in scene.journaling._groups.values()]
     assert {thread.name for thread in threads} == {"flowcheck journal of ", "flowcheck journal of b"}
     assert all(thread.daemon for thread in threads), "a source that hangs does not keep the process"
-    assert api.asked_for("/manifest.json?release") == 0 and scene.asked[-1]._connection is None
+    assert api.asked_for("/manifest.json?release") == 0 and not scene.asked[-1].connection.is_open
     before, journal = scene.group(), scene.group().journal
     scene.journaling._look()
     assert scene.group() is before and before.journal is journal, "it stays as long as its run does"
@@ -181,7 +181,7 @@ def test_a_source_that_refuses_is_let_go(scene: Scene, api: HandApi) -> None:
     api.versions[0].document["step"] = 8
     with pytest.raises(AskError):
         scene.journaling._look()
-    assert scene.asked[-1]._connection is None
+    assert not scene.asked[-1].connection.is_open
 
 
 class Waits:

@@ -93,7 +93,7 @@ def test_whose_versions_are_taken_is_asked_with_the_nodes_key(
 ) -> None:
     catching, node = Noted(), Noted()
     monkeypatch.setattr(peering, "CatchUp", catching)
-    monkeypatch.setattr(peering, "Node", node)
+    monkeypatch.setattr(peering, "NodeClient", node)
     group = Peering(config(tmp_path, tls=True, peer_versions=["192.0.2.1:7071"]), "dp0")
     assert group.versions("") is None and catching == []
     assert group.versions("its start") is catching
