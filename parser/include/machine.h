@@ -459,10 +459,12 @@ int fc_step_on(uint32_t mtu, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent
 
 /* -- witness.c -------------------------------------------------------------------------------------------- */
 
-/* Everything the headers say, against the count. 0 and logged: disagreement; 1: nothing witnessed; 2: agreed. */
+/* Everything the headers say, against the count. 0 and logged: disagreement; 1: nothing witnessed; 2: agreed, and if
+ * nothing else of the packet disagrees, the caller says so: fc_agree(). */
 int fc_check_headers(
     fc_machine *M, uint32_t stream, fc_flow *f, fc_sent *m, uint32_t index, const fc_roce *p, uint64_t psn);
-/* LL and LL128: every line's flag says the step. 0 and logged: disagreement; 1: no line carries data; 2: agreed. */
+/* LL and LL128: every line's flag says the step. 0 and logged: disagreement; 1: no line carries data; 2: agreed, as
+ * above. */
 int fc_check_flags(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
                    uint32_t length, uint64_t psn);
 /* Does the first packet of a message agree in all its witnesses? For flows that are lost: no log. */
@@ -483,7 +485,7 @@ int fc_keep_aside(fc_machine *M, fc_flow *f, uint64_t message, uint32_t index, c
 /* One send too many: does the first packet of a loop repeat what the loop before brought last? */
 int fc_repeats_previous(fc_machine *M, const fc_flow *f, const fc_sent *m, const uint8_t *wire, uint32_t length);
 
-/* A witness agreed with the packet count at `psn`. */
+/* Witnesses agreed with the packet count at `psn`, and none of that packet disagreed. */
 static inline void fc_agree(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t psn)
 {
     f->agreements++;
@@ -505,7 +507,7 @@ static inline uint32_t fc_length_of(const fc_machine *M, const fc_sent *m, uint3
 /* Final bytes of packet `index` of a message into its region; cells that have arrived are compared. Flags were checked. */
 int fc_place(fc_machine *M, uint32_t stream, const fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
              uint32_t length);
-/* fc_check_flags() and fc_place() in one pass over the bytes, where nothing of the packet has arrived yet. */
+/* fc_check_flags(), fc_agree() and fc_place() in one pass over the bytes, where nothing of the packet has arrived yet. */
 int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
                      uint32_t length, uint64_t psn);
 /* Where the full packets of message `m` go, computed once for all of them: fc_place_in_order(). */

@@ -372,8 +372,11 @@ int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *
     uint64_t end = (uint64_t)(m->offset + offset + n + FC_CELL - 1) / FC_CELL;
     if (slot == NULL || n <= 0 || (at | length) % unit || (is_ll && lines != end - first)
         || has_any(M, slot, first, end)) {
-        if (!fc_check_flags(M, stream, f, m, index, wire, length, psn))
+        int flags = fc_check_flags(M, stream, f, m, index, wire, length, psn);
+        if (flags == 0)
             return FC_DISAGREED;
+        if (flags == 2)
+            fc_agree(M, stream, f, psn);
         return fc_place(M, stream, f, m, index, wire, length);
     }
     uint8_t *to = slot->data + m->offset + offset;

@@ -68,7 +68,7 @@ typedef struct packet {
     int shed;         /* ... but nobody keeps them: fc_shed       */
     int icrc_checked; /* and right                                */
     int repeated;     /* seen before on this flow: admit()        */
-    int witness;      /* 2: a header agreed                       */
+    int witness;      /* 2: a header agreed: witness()            */
 } packet;
 
 int fc_refuse_icrc(fc_flow *f)
@@ -272,7 +272,8 @@ static int is_flagged(const packet *w)
     return w->m->call->lane.protocol != FC_SIMPLE && w->index < w->m->packets;
 }
 
-/* Do its headers agree with the count? Its flags are looked at here if it carries nothing to keep. */
+/* Do its headers agree with the count? Its flags are looked at here if it carries nothing to keep. Only a packet of which
+ * nothing disagrees vouches for those that wait. One to be kept does as it is placed, when its flags are looked at. */
 static int witness(packet *w)
 {
     fc_machine *M = w->M;
@@ -292,6 +293,8 @@ static int witness(packet *w)
         fc_log_disagreement(M, w->stream, w->f, FC_REPEATED_CHUNK, m, w->psn, 0, 0);
         return FC_DISAGREED;
     }
+    if (w->witness == 2 && !(w->final && is_flagged(w)))
+        fc_agree(M, w->stream, w->f, w->psn);
     return FC_GO_ON;
 }
 
@@ -312,6 +315,15 @@ static void open_fast_path(packet *w)
     }
 }
 
+/* A packet of LL or LL128 that is kept: its flags are looked at last. */
+static int place_flagged(packet *w)
+{
+    int outcome = fc_place_flagged(w->M, w->stream, w->f, w->m, w->index, w->p->payload, w->p->payload_len, w->psn);
+    if (outcome != FC_DISAGREED && w->witness == 2)
+        fc_agree(w->M, w->stream, w->f, w->psn);
+    return outcome;
+}
+
 static int place(packet *w)
 {
     fc_machine *M = w->M;
@@ -323,7 +335,7 @@ static int place(packet *w)
     if (!w->final)
         return w->repeated ? FC_REPEATED : w->shed ? FC_OVERLOAD : FC_RELEASED;
     if (flagged)
-        return fc_place_flagged(M, w->stream, w->f, m, w->index, p->payload, p->payload_len, w->psn);
+        return place_flagged(w);
     if (m->agreed || w->witness == 2)
         return fc_place(M, w->stream, w->f, m, w->index, p->payload, p->payload_len);
     if (w->repeated)

@@ -134,10 +134,7 @@ int fc_check_headers(
                 m->agreed = 1;
         }
     }
-    if (!(p->headers & (FC_HAS_IMM | FC_HAS_RETH)))
-        return 1;
-    fc_agree(M, stream, f, psn);
-    return 2;
+    return p->headers & (FC_HAS_IMM | FC_HAS_RETH) ? 2 : 1;
 }
 
 uint64_t fc_flagged_lines(const fc_sent *m, uint64_t at, uint32_t length)
@@ -186,7 +183,6 @@ int fc_check_flags(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m,
         fc_wrong_flag(M, stream, f, m, wire, psn, bad);
         return 0;
     }
-    fc_agree(M, stream, f, psn);
     return 2;
 }
 

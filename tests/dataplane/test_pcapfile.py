@@ -67,6 +67,19 @@ def test_records_cross_pieces(captures, scan_bytes, monkeypatch):
             assert scan_bytes(data).packet_count == 60
 
 
+def test_a_snap_length_that_lies_is_found_out_alike_in_pieces(scan_bytes, monkeypatch):
+    """Its second long record is followed by none; where that lies in another piece it is read all the same."""
+    header = struct.pack("<IHHIIII", 0xA1B2C3D4, 2, 4, 0, 0, 2, 1)
+    data = header + b"".join(struct.pack("<IIII", 1, 0, size, size) + bytes([size]) * size for size in (60, 63, 64))
+    data = data[:-64 - 16] + b"\xff" * 80
+    found = []
+    for piece in (1 << 20, *range(64, 200, 7)):
+        monkeypatch.setattr("dataplane.capturefile.PIECE", piece)
+        info = scan_bytes(data)
+        found.append((info.packet_count, info.left_out, info.left_out_why, info.parts))
+    assert len(set(found)) == 1 and found[0][0] == 2
+
+
 def test_cut_at_every_byte(captures, file_format, tmp_path):
     """Read as far as it is whole: the packets of which every byte is there, and the rest is said in bytes."""
     records = captures.records(4, sizes=(60, 61, 75))

@@ -31,8 +31,8 @@ BEFORE           A PSN before the flow's history is `unanchored`, whatever its I
 DAMAGED          A wrong ICRC is a loss (`icrc`): the packet is not counted, its right copy may still come. It is looked
                  at for all that may be placed, that has an address or an immediate, that has another PSN than the one
                  due, or that does not fit. Example: a MIDDLE of a partial sum that comes in order is not looked at.
-LOST             A witness that disagrees ends its flow: what waits aside is `unanchored`. The flow is counted on, and
-                 its packets are `not_synced`.
+LOST             A witness that disagrees ends its flow: what waits aside is `unanchored`, whatever else of that packet
+                 agrees. The flow is counted on, and its packets are `not_synced`.
 MADE ANEW        PSN 0 with other contents, when more than 8 messages were reached: another run. The flow is lost. What
                  PSN 0 brought first counts, if that was not after so many messages.
 OPENED           Where no connection was seen to begin, the first iteration is that of the first gradient packet.

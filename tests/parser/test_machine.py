@@ -4,10 +4,23 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.rebuild.plan import plan_job
-from lab.synth import example_job, generate
-from tests.flowcheck.altered import FIRST, LAST_IMM, MIDDLE, Packet, messages, opcode, payload, psn, spots
+from lab.synth import Synthesis, example_job, generate
+from tests.flowcheck.altered import (
+    FIRST,
+    LAST_IMM,
+    MIDDLE,
+    PAYLOAD_AT,
+    Packet,
+    Spot,
+    destination,
+    messages,
+    opcode,
+    payload,
+    psn,
+    spots,
+)
 from tests.flowcheck.memory_ring import MemoryRing
-from tests.parser.odd_packets import with_psn
+from tests.parser.odd_packets import feed, kinds, patched, with_psn
 
 COUNT = 12_000
 PROTOCOLS = ["ll", "ll128", "simple"]
@@ -101,6 +114,79 @@ def test_packets_with_an_anchor_after_them_only_stay_missing() -> None:
     assert (min(loss["offset"] for loss in losses), sum(loss["bytes"] for loss in losses)) == (spot.start + 1024, size)
     cells = engine.cells(0)[(spot.start + 1024) // 8 :][: size // 8]
     assert not cells.any()
+
+
+def held_up(protocol: str, *, late: bool = False) -> tuple[Engine, Synthesis, Spot, list[list[int]]]:
+    """A SIMPLE call, then one of `protocol`. Of iteration 1's reduced SIMPLE message, returned with the flow's messages
+    after it, the first and last packet are lost: the others wait. late: they come behind all of iteration 1."""
+    job = example_job(count=[COUNT, COUNT], protocol=protocol, mtu=1024, startup=False, rebuild=False, seed=4)
+    job.collectives.steady[0].protocol = "simple"
+    made, qpn = generate(job, iterations=3, seed=4), job.flows[0].qpns[0]
+    [spot] = spots(made, "simple", qpn, 1)
+    after = [places for places in messages(made.packets, qpn) if places[0] > spot.packets[-1]]
+    end = after[2][0] if late else spot.packets[0]
+    engine = Engine(plan_job(job).engine)
+    feed(engine, [packet for at, packet in enumerate(made.packets[:end]) if at not in spot.packets])
+    feed(engine, [made.packets[at] for at in spot.packets[1:-1]])
+    assert engine.outcomes(0)["aside"][0] == len(spot.packets) - 2 > 2
+    return engine, made, spot, after
+
+
+def assert_vouched(engine: Engine, spot: Spot, waited: int, *, vouched: bool) -> None:
+    """Is what waited there, or is it counted as unanchored?"""
+    outcomes = engine.outcomes(0)
+    assert (outcomes["aside"][0], outcomes["unanchored"][0]) == (0, 0 if vouched else waited)
+    middles = engine.cells(1)[(spot.start + 1024) // 8 :][: waited * 128]
+    assert middles.all() if vouched else not middles.any()
+    assert [loss["cause"] for loss in engine.losses()] == ["unanchored"] * (0 if vouched else waited)
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize(("message", "packet"), [(0, 0), (1, 0), (1, -1)], ids=["partial-sum", "first", "last"])
+@pytest.mark.parametrize("protocol", ["ll", "ll128"])
+def test_a_right_header_beside_a_wrong_flag_vouches_for_nothing(
+    protocol: str, message: int, packet: int, wrong: bool
+) -> None:
+    """The address or the immediate agrees with the count, and a flag of the same packet shows that the count is wrong:
+    what waits may lie elsewhere too."""
+    engine, made, spot, after = held_up(protocol)
+    frame = made.packets[after[message][packet]][1]
+    assert PAYLOAD_AT[opcode(frame)] > 54, "it has an address or an immediate"
+    at = PAYLOAD_AT[opcode(frame)] + (4 if protocol == "ll" else 120)
+    assert engine.feed(0, patched(at, bytes([frame[at] ^ wrong]))(frame))
+    assert kinds(engine) == ["flag"] * wrong
+    assert_vouched(engine, spot, len(spot.packets) - 2, vouched=not wrong)
+
+
+
+
+@pytest.mark.parametrize("message", [0, 1], ids=["partial-sum", "reduced"])
+@pytest.mark.parametrize("protocol", ["ll", "ll128"])
+def test_a_flow_that_never_agreed_is_not_anchored(protocol: str, message: int) -> None:
+    """The first packet that was seen of it has the right address and a wrong flag."""
+    job = example_job(count=COUNT, protocol=protocol, mtu=1024, startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=1)
+    qpn, other = (flow.qpns[0] for flow in job.flows)
+    frame = made.packets[messages(made.packets, qpn)[message][0]][1]
+    at = PAYLOAD_AT[opcode(frame)] + (4 if protocol == "ll" else 120)
+    engine = Engine(plan.engine)
+    feed(engine, writes(made.packets, other)[:1])  # connections begin here
+    assert engine.feed(0, patched(at, bytes([frame[at] ^ 1]))(frame))
+    assert kinds(engine) == ["flag"]
+    flow = engine.flow_counters(0)[[spec.qpn for spec in plan.engine.flows].index(qpn)]
+    assert (flow["state"], flow["anchored"]) == ("LOST", False)
+
+
+def test_a_right_header_of_one_send_too_many_vouches_for_nothing() -> None:
+    """A loop begins with the chunk that the neighbour's loop before it ended with: all was read one message off."""
+    engine, made, spot, after = held_up("simple", late=True)
+    frame, chunk = made.packets[after[2][0]][1], made.reduced[1, 1].tobytes()
+    assert opcode(frame) == FIRST
+    here = spots(made, "simple", destination(frame), 1, bucket=1)[0].start
+    there = len(chunk) // 2 - here
+    assert engine.feed(0, patched(PAYLOAD_AT[FIRST], chunk[there : there + 1024])(frame))
+    assert kinds(engine) == ["repeated chunk"]
+    assert_vouched(engine, spot, len(spot.packets) - 2, vouched=False)
 
 
 # -- outages ------------------------------------------------------------------------------------------
