@@ -49,6 +49,12 @@ app = typer.Typer(
     help="Checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.",
 )
 
+ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+GONE = {  # with 0.1.0; the next release knows their names no more
+    "protect": "[protect] of node.toml: nodes keep parity while they train (docs/use/protect.md#parity-by-nodes)",
+    "restore-shard": "flowcheck.fetch, which takes a lost shard from nodes with [protect] (docs/use/recover.md)",
+    "verify": "the tests of the sources, python -m pytest tests/flowcheck/plan",
+}
 INTERRUPTED = 130  # 128 and SIGINT
 Captures = Annotated[list[Path], typer.Argument(help="pcap or pcapng files, one per mirrored port or direction")]
 
@@ -234,9 +240,8 @@ def _add_instruments() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "lab":
             raise
-        anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
         for name in ("synth", "bench", "synth-job", "lab"):
-            app.command(name, context_settings=anything, help="Not installed: needs the package `lab`.")(_no_lab)
+            app.command(name, context_settings=ANYTHING, help="Not installed: needs the package `lab`.")(_no_lab)
         return
     app.command()(synth)
     app.command()(bench)
@@ -251,10 +256,17 @@ def _no_lab(context: typer.Context) -> None:
     )
 
 
+def _gone(context: typer.Context) -> None:
+    raise UserError("is no command any more", where=context.command_path, remedy=GONE[context.info_name or ""])
+
+
 app.command()(learn)
 app.add_typer(switch, name="switch")
 app.add_typer(plan, name="plan")
 _add_instruments()
+for within, gone in ((app, "protect"), (app, "restore-shard"), (plan, "verify")):
+    within.command(gone, context_settings={**ANYTHING, "help_option_names": ["--help", "-h"]}, hidden=True,
+                   help=f"No command any more: {GONE[gone]}.")(_gone)
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ import typer
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.children import Children
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.nodes import meant_by
 from flowcheck.node.listening import check_address
 from flowcheck.node.notify import Notify
 from flowcheck.node.protect.supervisor import check_copies
@@ -127,7 +128,8 @@ def check(config: NodeConfig, as_json: bool) -> None:
     assert config.protect is not None and config.copies is not None
     free = shutil.disk_usage(config.copies).free + _taken(config.copies) >> 20
     made = {"copies": list(config.protect.copies), "directory": str(config.copies), "free_mb": free,
-            "memory_mb": config.protect.memory_mb, "notes": warnings_of(config)}
+            "memory_mb": config.protect.memory_mb, "notes": warnings_of(config),
+            "registry": list(config.nodes.registry), "parity": config.protect.parity, "switches": meant_by(config)}
     if as_json:
         typer.echo(json.dumps(made))
     else:
@@ -145,6 +147,7 @@ def check(config: NodeConfig, as_json: bool) -> None:
             typer.echo(note)
     if free < config.protect.memory_mb:
         raise EnvironmentProblem(
-            f"{free:,} MiB are free, and copies may take {config.protect.memory_mb:,}", where=str(config.copies),
+            f"{free:,} MiB are free in {config.copies.parent}, and copies and parity may take"
+            f" {config.protect.memory_mb:,}", where="protect.memory_mb",
             remedy="another protect.directory, a larger tmpfs, or less as protect.memory_mb",
         )

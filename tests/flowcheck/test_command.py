@@ -69,6 +69,15 @@ def test_a_file_that_is_not_there_is_a_wrong_request_of_every_command(line: str,
     assert caught.value.exit_code == 2 and str(absent) in caught.value.message()
 
 
+@pytest.mark.parametrize(("line", "instead"), [
+    ("protect step --nodes h:1", "[protect]"), ("restore-shard", "flowcheck.fetch"), ("plan verify --out x", "tests/"),
+])
+def test_a_command_that_is_gone_says_what_there_is_instead(line: str, instead: str) -> None:
+    with pytest.raises(UserError) as caught:
+        app(line.split(), standalone_mode=False, prog_name="flowcheck")
+    assert instead in caught.value.remedy and line.split()[0] in caught.value.where
+
+
 def test_every_state_of_a_flow_is_documented() -> None:
     states = ("UNSEEN", "MID_STREAM", "COUNTED", "ANCHORED", "ADRIFT", "ON_TRIAL", "LOST")
     text = (ROOT / "docs" / "reference" / "report.md").read_text()

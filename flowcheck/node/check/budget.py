@@ -23,6 +23,7 @@ from flowcheck.control.protocol import PEER_BYTES
 from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.nodes import meant_by
 from flowcheck.node.doors.files import OTHERS, most_descriptors
 from flowcheck.node.groups.ranges import SLOTS, wished
 from flowcheck.node.ports.captures import PlannedCapture
@@ -84,7 +85,9 @@ class ThreadPlace:
 class Budget:
     """huge: packet memory lies in huge pages. dpdk, kernel: bytes of packet memory, DPDK's tables among them, and of
     rings in the kernel. replicas: bytes that all groups together may take at most. peers: of answers that peers give
-    and are given, at most. inboxes: of what trainers have sent and groups have not handled, at most, but for one state
+    and are given, at most. copies: of copies and parity of other nodes, at most. switches: by switch over [nodes],
+    HOST:PORT of the machines that it means. inboxes: of what trainers have sent and groups have not handled, at most,
+    but for one state
     of a whole job. ordinary: bytes of ordinary memory that captures and these take. left: CPUs that no thread
     is pinned to. notes: what is unwise. problems: what cannot be."""
 
@@ -94,6 +97,8 @@ class Budget:
     kernel: int
     replicas: int
     peers: int
+    copies: int
+    switches: Mapping[str, Sequence[str]]
     inboxes: int
     ordinary: int
     available: int
@@ -141,7 +146,8 @@ def budget(config: NodeConfig, planned: Sequence[PlannedCapture], facts: Machine
     pinned = {core for one in planned for core in (*one.live.cores, *one.settings.place_cores)}
     made = Budget(
         huge=huge, captures=captures, dpdk=dpdk, kernel=kernel, replicas=config.jobs * config.replica.memory_mb << 20,
-        peers=peers, inboxes=inboxes, ordinary=kernel + peers + inboxes + (0 if huge else dpdk),
+        peers=peers, copies=_copies(config), switches=meant_by(config), inboxes=inboxes,
+        ordinary=kernel + peers + inboxes + (0 if huge else dpdk),
         available=facts.available, huge_free=facts.huge_free,
         threads=tuple(_threads(config, planned)), left=tuple(sorted(facts.cpus - pinned)), notes=(), problems=(),
     )
@@ -222,6 +228,12 @@ def _problems(
             f"{_too_large(config)}, and {_mb(_spare(made))} MB are left beside the captures", where="replica.memory_mb",
             remedy=f"at most {_mb(_spare(made)) // config.jobs}",
         )
+    elif made.copies > _room(config, made) and config.protect and "memory_mb" in config.protect.model_fields_set:
+        shares = made.copies // (config.protect.memory_mb << 20)
+        yield UserError(
+            f"copies and parity may take {_mb(made.copies)} MB, and {_mb(_room(config, made))} MB are left beside the"
+            " captures and replicas", where="protect.memory_mb", remedy=f"at most {_mb(_room(config, made)) // shares}",
+        )
 
 
 def _huge_pages(
@@ -244,6 +256,11 @@ def _notes(
         yield (
             f"replica.memory_mb is not set: {_too_large(config)}, and {_mb(_spare(made))} MB are left. A smaller bound"
             " refuses such a job before it begins"
+        )
+    if config.protect and made.copies > _room(config, made) and "memory_mb" not in config.protect.model_fields_set:
+        yield (
+            f"protect.memory_mb is not set: copies and parity may take {_mb(made.copies)} MB, and"
+            f" {_mb(_room(config, made))} MB are left"
         )
     if wished(config.replica) != config.replica.resync:
         yield (
@@ -283,6 +300,19 @@ def _too_large(config: NodeConfig) -> str:
 def _spare(made: Budget) -> int:
     """Bytes that are left for replicas and gradients: ordinary memory, and huge pages for replicas on hugetlbfs."""
     return max(0, made.available - made.ordinary) + max(0, made.huge_free - (made.dpdk if made.huge else 0))
+
+
+def _copies(config: NodeConfig) -> int:
+    """Bytes of all copies, and of all parity, at most."""
+    protect = config.protect
+    if protect is None:
+        return 0
+    return (bool(protect.copies or config.nodes.registry) + (protect.code is not None)) * protect.memory_mb << 20
+
+
+def _room(config: NodeConfig, made: Budget) -> int:
+    """Bytes left for copies and parity, without those of replicas if these have a bound of their own."""
+    return max(0, _spare(made) - (made.replicas if "memory_mb" in config.replica.model_fields_set else 0))
 
 
 def _mb(size: int) -> int:

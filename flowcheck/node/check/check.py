@@ -101,9 +101,14 @@ def show(made: Budget, console: Console) -> None:
         [f"captures, in {kind}", _mb(made.dpdk)], ["captures, in the kernel", _mb(made.kernel)],
         ["replicas and gradients of all groups, at most", _mb(made.replicas)],
         *([["answers of peers and to them, at most", _mb(made.peers)]] if made.peers else []),
+        *([["copies and parity of other nodes, at most", _mb(made.copies)]] if made.copies else []),
         ["trainers' messages to all groups, at most", _mb(made.inboxes)],
         ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
     ])
+    if made.switches:
+        print_table(console, [Column("switch"), Column("machines", folds=True)], [
+            [key, ", ".join(addresses)] for key, addresses in made.switches.items()
+        ])
     threads = [Column("threads", folds=True), Column("how many", number=True), Column("core", number=True)]
     print_table(console, threads, [
         [one.name, str(one.count), "any" if one.core is None else str(one.core)] for one in made.threads

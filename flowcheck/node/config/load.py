@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,10 +14,21 @@ from pydantic import ValidationError
 
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.config.nodes import MOVED
 from flowcheck.node.config.renewal import moved_from, renewal
 from flowcheck.node.config.tokens import text_of
 
 __all__ = ["load", "position"]
+
+MISSPELT = "extra_forbidden"  # as pydantic says it
+NO_TABLE = "no_table"
+SHAPES = {  # in words of the file, where pydantic's are Python's
+    "tuple_type": "is not a list", "list_type": "is not a list",
+    "too_long": "has too many entries: at most {max_length}",
+    "dict_type": "is not a table", "model_type": "is not a table", "model_attributes_type": "is not a table",
+    "string_type": "is not a text in quotes", "string_pattern_mismatch": "does not fit the pattern {pattern}",
+}
+ONE_TABLE = ("nodes", "protect", "replica", "common", "control", "api")
 
 
 def load(path: str | os.PathLike[str], note: Callable[[str], None] = lambda text: None) -> NodeConfig:
@@ -37,8 +48,10 @@ def load(path: str | os.PathLike[str], note: Callable[[str], None] = lambda text
     try:
         config = NodeConfig.model_validate(data)
     except ValidationError as error:
-        found = error.errors(include_url=False)
-        found.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing, too
+        found = [*_misspelt(data), *map(dict, error.errors(include_url=False))]
+        found = [one for i, one in enumerate(found) if one["loc"] not in [other["loc"] for other in found[:i]]
+                 or not one["loc"]]
+        found.sort(key=lambda one: one["type"] not in (MISSPELT, NO_TABLE))  # a key that is misspelt is missing, too
         captures = data.get("capture")
         several = isinstance(captures, list) and len(captures) > 1
         first, *others = ((moved_from(_key(one, several), data), _said(one)) for one in found)
@@ -51,6 +64,19 @@ def load(path: str | os.PathLike[str], note: Callable[[str], None] = lambda text
     if text := renewal(data):
         note(f"{path}: {text}")
     return config
+
+
+def _misspelt(data: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What pydantic says of keys that do not exist, also where switches over [nodes] cannot be resolved before it
+    looks: the reason may be that [nodes] itself is misspelt."""
+    for table, keys in data.items():
+        if table not in NodeConfig.model_fields:
+            yield {"type": MISSPELT, "loc": (table,), "msg": ""}
+        elif table in ONE_TABLE and not isinstance(keys, Mapping):
+            yield {"type": NO_TABLE, "loc": (table,), "msg": f"is one table: [{table}] and its keys below it"}
+        elif table in ONE_TABLE:
+            known = {*_keys(table), *(MOVED if table == "protect" else ())}
+            yield from ({"type": MISSPELT, "loc": (table, key), "msg": ""} for key in keys if key not in known)
 
 
 def position(text: str, key: str) -> tuple[int, int] | None:
@@ -85,7 +111,9 @@ def _key(error: Mapping[str, Any], several: bool) -> str:
 
 def _said(error: Mapping[str, Any]) -> str:
     """What is wrong with one key; of one that does not exist, which one is meant."""
-    if error["type"] != "extra_forbidden":
+    if error["type"] in SHAPES:
+        return SHAPES[error["type"]].format(**error.get("ctx", {}))
+    if error["type"] != MISSPELT:
         return str(error["msg"]).removeprefix("Value error, ")
     *table, key = (str(part) for part in error["loc"] if isinstance(part, str))
     keys = _keys(table[0]) if table else NodeConfig.model_fields

@@ -12,11 +12,11 @@ from pydantic_core import PydanticCustomError
 from flowcheck.control.address import text_of
 from flowcheck.node.config.capture import AUTO, MOST_STREAMS, SKELETON, Capture, Follow
 from flowcheck.node.config.control import Api, Control, Tls, TokenFiles
-from flowcheck.node.config.nodes import ANYWHERE, Nodes, advertised, resolved
+from flowcheck.node.config.nodes import Nodes, advertised, resolved
 from flowcheck.node.config.protect import Protect
 from flowcheck.node.config.replica import CommonStep, ReplicaSettings
 from flowcheck.node.config.store import Output, Store
-from flowcheck.node.config.table import NOWHERE, Table, host_and_port_of, is_loopback, numbered, wrong
+from flowcheck.node.config.table import ANYWHERE, NOWHERE, Table, host_and_port_of, is_loopback, known, numbered, wrong
 from flowcheck.node.config.tokens import read_token, token_of
 
 __all__ = ["NodeConfig"]
@@ -93,7 +93,7 @@ class NodeConfig(Table):
     def _served(self) -> Self:
         if self.api is not None and self.replica.slots < 3:
             raise wrong("replica.slots", f"{self.replica.slots} leave none to update while a version is read: 3 at"
-                         " least with an [api], and 4 with resync = \"ranges\"")
+                         " least with an [api]; with 4 updates go on, too, while elements are stale")
         if self.store is not None and self.replica.slots < (least := 3 if self.api is None else 4):
             raise wrong("replica.slots", f"{self.replica.slots} leave none to update while a version is written to the"
                          f" store{' and another is read' if self.api else ''}: {least} at least with"
@@ -178,14 +178,7 @@ class NodeConfig(Table):
         return self
 
     @model_validator(mode="after")
-    def _others(self) -> Self:
-        if self.control.address in self.replica.peer_addresses:
-            raise wrong("replica.peers", f"{self.control.listen} is this node itself, which has what it lacks from"
-                         " others: name those")
-        if self.api is not None and self.api.address in self.replica.version_addresses:
-            raise wrong("replica.peer_versions", f"{self.api.listen} is this node itself: name others")
-        if self.control.address in self.common.addresses:
-            raise wrong("common.nodes", f"{self.control.listen} is this node itself: name the others")
+    def _kept(self) -> Self:
         if self.common.nodes and self.replica.slots < 3:
             raise wrong("replica.slots", f"{self.replica.slots} leave none to keep a version in for the nodes of"
                          " common.nodes: 3 at least, better 4")
@@ -236,8 +229,9 @@ class NodeConfig(Table):
         """This node's place in protect.group."""
         if self.protect is None or self.api is None:
             return None
-        own = self.api.address if self.advertise is None else host_and_port_of(self.advertise)
-        return self.protect.members.index(own) if own in self.protect.members else None
+        own = known(self.api.address if self.advertise is None else host_and_port_of(self.advertise))
+        members = [known(one) for one in self.protect.members]
+        return members.index(own) if own in members else None
 
     def table(self, index: int) -> str:
         """What errors and events call a capture's table in the settings."""

@@ -18,10 +18,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from flowcheck.control.address import host_and_port, text_of
-from flowcheck.node.config.table import Table, is_loopback, listens, wrong
+from flowcheck.control.address import host_and_port, odd_port, text_of
+from flowcheck.node.config.table import (
+    ANYWHERE,
+    Table,
+    host_and_port_of,
+    host_of,
+    is_ip,
+    is_loopback,
+    known,
+    listens,
+    wrong,
+)
 
-__all__ = ["ANYWHERE", "PORTS", "MOVED", "SWITCHES", "Machine", "Nodes", "advertised", "own_ports", "resolved"]
+__all__ = ["PORTS", "MOVED", "SWITCHES", "Machine", "Nodes", "advertised", "meant_by", "own_ports", "resolved"]
 
 Kind = Literal["control", "api"]
 Address = tuple[str, int]
@@ -34,7 +44,6 @@ MOVED = (  # from [protect]
     "advertise", "host", "leaf", "rack",
 )
 MOST_MACHINES = 256
-ANYWHERE = ("0.0.0.0", "::")
 PORTS = '{ control = "HOST:PORT", api = "HOST:PORT" }'
 
 
@@ -56,14 +65,16 @@ class Machine:
         if isinstance(entry, Machine):
             return entry
         if isinstance(entry, str):
-            if host_and_port(text_of(entry.removeprefix("[").removesuffix("]"), 1)) is None:
-                raise ValueError(f"{entry!r} is not a host, nor {PORTS}")
-            return cls(entry.removeprefix("[").removesuffix("]"))
+            try:
+                return cls(host_of(entry))
+            except ValueError as error:
+                raise ValueError(f"{error}; an entry is a host, or {PORTS}") from None
         if not isinstance(entry, Mapping) or not entry or entry.keys() - {"control", "api"}:
             raise ValueError(f"{entry!r} is not a host, nor {PORTS}")
         for text in entry.values():
             if not isinstance(text, str) or host_and_port(text, brackets=True) is None:
                 raise ValueError(f"{text!r} is not HOST:PORT of a machine")
+            host_of(host_and_port_of(text)[0])
         return cls(control=host_and_port(entry.get("control")), api=host_and_port(entry.get("api")))
 
     def with_ports(self, own: Mapping[Kind, Address | None]) -> Machine:
@@ -78,9 +89,15 @@ class Machine:
 
     def answers_to(self, text: str) -> bool:
         """Does a list of some machines mean this one by that?"""
-        at = {one for one in (self.control, self.api) if one is not None}
-        host = text.removeprefix("[").removesuffix("]")
-        return host in {self.host, *(host for host, _ in at)} - {""} or host_and_port(text) in at
+        place = host_and_port(text) if not is_ip(text) else None
+        if place is not None and known(place) in map(known, self.ports):
+            return True
+        host = known((text.removeprefix("[").removesuffix("]"), 0))
+        return host in {known((one, 0)) for one in (self.host, *(host for host, _ in self.ports)) if one}
+
+    @property
+    def ports(self) -> list[Address]:
+        return [one for one in (self.control, self.api) if one is not None]
 
 
 class Nodes(Table):
@@ -115,27 +132,22 @@ class Nodes(Table):
     def _machines(cls, given: Any) -> Any:
         return tuple(map(Machine.read, given)) if isinstance(given, list | tuple) else given
 
-    @field_validator("addresses")
-    @classmethod
-    def _once(cls, given: tuple[Machine, ...]) -> tuple[Machine, ...]:
-        seen: set[str] = set()
-        for one in given:
-            for name in (one.host, *(text_of(*at) for at in (one.control, one.api) if at is not None)):
-                if name and name in seen:
-                    raise ValueError(f"{name} is given twice")
-                seen.add(name)
-        return given
-
     @field_validator("registry", mode="before")
     @classmethod
     def _list(cls, given: Any) -> Any:
-        """As etcd's own tools take it: with commas."""
-        if not isinstance(given, str):
+        """As etcd's own tools take it: with commas, the scheme perhaps once; and etcd:// as other tools say it."""
+        if not isinstance(given, str | list | tuple):
             return given
-        scheme, found, rest = given.partition("://")
-        plain = {"etcd": "http", "etcds": "https"}.get(scheme.lower()) if found else None
-        texts = [one.strip() for one in (rest if plain else given).split(",")]
-        return tuple(f"{plain}://{one}" if plain else one for one in texts)
+        made: list[Any] = []
+        before = ""
+        for one in [each.strip() for each in given.split(",") if each.strip()] if isinstance(given, str) else given:
+            scheme, found, rest = one.partition("://") if isinstance(one, str) else ("", "", "")
+            if found:
+                before = {"etcd": "http", "etcds": "https"}.get(scheme.lower(), scheme)
+                made.append(f"{before}://{rest}")
+            else:
+                made.append(f"{before}://{one}" if before and isinstance(given, str) else one)
+        return tuple(made)
 
     @field_validator("registry")
     @classmethod
@@ -143,6 +155,11 @@ class Nodes(Table):
         if any("@" in one for one in given):  # said here, before anything can be printed
             raise ValueError("has a user or a password in an endpoint: give nodes.registry_user and"
                              " nodes.registry_password_file")
+        for one in given:
+            scheme, _, rest = one.partition("://")
+            if scheme.lower() not in ("http", "https") or host_and_port(rest.removesuffix("/"), brackets=True) is None:
+                raise ValueError(f"{one!r} {odd_port(rest) or 'is not an endpoint of etcd'}: http://HOST:PORT or"
+                                 " https://HOST:PORT")
         return given
 
     @field_validator("advertise")
@@ -162,8 +179,9 @@ class Nodes(Table):
                 there, missing = (one, other) if getattr(self, one) else (other, one)
                 raise wrong(there, f"needs nodes.{missing}")
         given = [key for key in ("registry_user", "registry_cert") if getattr(self, key)]
-        if given and not self.registry:
-            raise wrong(given[0], "is for etcd: nodes.registry is missing")
+        alone = [key for key in ("registry_ca", "cluster", "host", "leaf", "rack") if key in self.model_fields_set]
+        if (given or alone) and not self.registry:
+            raise wrong((given or alone)[0], "is for nodes that find each other in etcd: nodes.registry is missing")
         for one in self.registry:
             place = host_and_port(one.lower().removeprefix("http://").removesuffix("/"))
             near = place is not None and is_loopback(place[0])
@@ -187,15 +205,25 @@ def resolved(data: Mapping[str, Any]) -> dict[str, Any]:
         given = keys.get(key)
         if (table, key) == ("protect", "group") and given is None and around.has_group(keys):
             given = True
-        if (table, key) == ("replica", "peer_versions") and given is True and keys.get("peers"):
+        if (table, key) == ("replica", "peer_versions") and given is True and keys.get("peers") and around.machines:
             given = keys["peers"]  # whoever mirrors the same groups
         if isinstance(given, bool) or (around.machines and isinstance(given, list | tuple)):
             keys[key] = [text_of(*at) for at in around.chosen(f"{table}.{key}", given, kind)]
+        for text in _texts(keys.get(key)) if key != "group" else ():
+            if (at := host_and_port(text)) is not None and around.is_own(at):
+                raise wrong(f"{table}.{key}", f"{text_of(*at)} is this node itself: name the others")
     if isinstance(protect := tables.get("protect"), dict):
         given = protect.get("journal")
         if isinstance(given, bool | list | tuple):
             protect["journal"] = around.journal(protect, given)
     return tables
+
+
+def meant_by(config: object) -> dict[str, list[str]]:
+    """By switch of settings that have been read, HOST:PORT of the machines that it means."""
+    keys = (*SWITCHES, ("protect", "journal"))
+    made = {(table, key): getattr(getattr(config, table), key, ()) for table, key in keys}
+    return {".".join(key): list(addresses) for key, addresses in made.items() if addresses}
 
 
 def own_ports(tables: Mapping[str, Any]) -> dict[Kind, Address | None]:
@@ -219,7 +247,7 @@ def _move(tables: dict[str, Any]) -> None:
         return
     for key in (key for key in MOVED if key in protect):
         if key in nodes:
-            raise wrong(f"protect.{key}", f"is given twice: nodes.{key} is the same")
+            raise wrong(f"protect.{key}", f"stands beside nodes.{key}, its name in this release: remove this one")
         nodes[key] = protect.pop(key)
     if nodes:
         tables["nodes"] = nodes
@@ -227,22 +255,34 @@ def _move(tables: dict[str, Any]) -> None:
 
 class Around:
     """The machines of the list, their ports written out, and this node among them. machines: empty where an
-    entry of the list is not a machine, which `Nodes` says."""
+    entry of the list is not a machine, which `Nodes` says. Raises PydanticCustomError: two entries are the same."""
 
     def __init__(self, tables: Mapping[str, Any]) -> None:
         nodes = tables.get("nodes")
         self._nodes: Mapping[str, Any] = nodes if isinstance(nodes, Mapping) else {}
         self._listens = own_ports(tables)
-        self._own = {at for at in self._listens.values() if at is not None and at[1]}
+        self._own = {known(at) for at in self._listens.values() if at is not None and at[1]}
         text, control = self._nodes.get("advertise"), self._listens["control"]
         if isinstance(text, str):
             host, port = advertised(text, self._listens["api"])
-            self._own |= {(host, port), (host, control[1] if control is not None else port)}
+            self._own |= {known((host, port)), known((host, control[1] if control is not None else port))}
         given = self._nodes.get("addresses")
         self.machines: list[Machine] = []
         with contextlib.suppress(ValueError):
             self.machines = [Machine.read(one).with_ports(self._listens) for one in given or ()] if isinstance(
                 given, list | tuple) else []
+        seen: set[Address] = set()
+        for one in self.machines:
+            mine = {known(at): text_of(*at) for at in one.ports}
+            if one.host:
+                mine[known((one.host, 0))] = one.host
+            if twice := seen & mine.keys():
+                raise wrong("nodes.addresses", f"{mine[min(twice)]} is given twice")
+            seen |= mine.keys()
+
+    def is_own(self, at: Address | None) -> bool:
+        """Is that a port of this node, as far as it says where it is?"""
+        return at is not None and known(at) in self._own
 
     def has_group(self, protect: Mapping[str, Any]) -> bool:
         """Is a group with parity all of the list? A registry would say who is in it."""
@@ -254,19 +294,33 @@ class Around:
             return [_port(key, self._named(key, text), kind) for text in given]
         if not given:
             return []
-        if "addresses" not in self._nodes:
+        if not self._nodes.get("addresses"):
             raise wrong(key, "is true, and nodes.addresses is missing: the machines that it is for")
         ports = list(dict.fromkeys(
             _port(key, one, kind) for one in self.machines if one.host or getattr(one, kind) is not None))
         if key == "protect.group":  # this node is one of them
             return ports
-        listens = self._listens[kind]
-        if listens is not None and listens[0] in ANYWHERE and "advertise" not in self._nodes:
+        others = [at for at in ports if not self.is_own(at)]
+        if self.machines and not others:
+            raise wrong(key, f"is true, and nodes.addresses names no other machine with a port of {kind}")
+        self._check_own(key, kind)
+        return others
+
+    def _check_own(self, key: str, kind: Kind) -> None:
+        """A node that does not know itself in the list would ask itself. Raises PydanticCustomError."""
+        listens, advertise = self._listens[kind], self._nodes.get("advertise")
+        if listens is not None and listens[0] in ANYWHERE and advertise is None:
             raise wrong("nodes.advertise", f"is missing: this node listens at {text_of(*listens)}, which does not say"
                         " which of nodes.addresses it is")
-        if self.machines and not (others := [at for at in ports if at not in self._own]):
-            raise wrong(key, f"is true, and nodes.addresses names no other machine with a port of {kind}")
-        return others if self.machines else []
+        if any(self.is_own(at) for one in self.machines for at in one.ports):
+            return
+        names = [at[0] for one in self.machines for at in one.ports if not is_ip(at[0])]
+        if advertise is not None and self.machines:
+            raise wrong("nodes.advertise", f"{advertise} is none of nodes.addresses, and {key} is true, for all of them"
+                        " but this node: write it as it is there, or add this node to the list")
+        if names:
+            raise wrong("nodes.advertise", f"is missing: nodes.addresses has names ({names[0]}), and {key} is true, for"
+                        " all of them but this node: say which one it is, or add this node to the list")
 
     def journal(self, protect: Mapping[str, Any], given: object) -> dict[str, str]:
         """By API, the control ports. Raises PydanticCustomError."""
@@ -274,9 +328,13 @@ class Around:
             copies, group = (_texts(protect.get(key)) for key in ("copies", "group"))
             data = int(number) if (number := str(protect.get("parity", "")).partition("+")[0]).isdecimal() else 0
             with_data = group[:data]
-            if not self._own.isdisjoint(map(host_and_port, with_data)):  # a journal of these is for holders of parity
+            if any(self.is_own(host_and_port(one)) for one in with_data):  # a journal of these is for holders of parity
                 with_data = []
             given = dict.fromkeys((*copies, *with_data))
+            if not given and not protect.get("copies") and isinstance(protect.get("group", []), list | tuple):
+                raise wrong("protect.journal", "is true, and there is nobody whose journal this node could keep: it is"
+                            " for nodes of protect.copies, and at a holder of parity for nodes with data of"
+                            " protect.group")
         found = [self._named("protect.journal", text) for text in given or ()]  # type: ignore[attr-defined]
         return {text_of(*_port("protect.journal", one, "api")): text_of(*_port("protect.journal", one, "control"))
                 for one in found}

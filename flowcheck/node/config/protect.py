@@ -95,8 +95,8 @@ class Protect(Table):
         if self.mb_per_second is not None and self.mb_per_second < SLOWEST * together:
             raise wrong("protect.mb_per_second", f"{self.mb_per_second} for {together} versions that may be pulled at"
                         f" once: {SLOWEST} for each at least, or their nodes end it")
-        for key in ("standby", "own", "replace"):
-            if getattr(self, key) and not registry:
+        for key in ("standby", "own", "replace", "replicas", "grace", "replace_seconds"):
+            if key in self.model_fields_set and getattr(self, key) and not registry:
                 raise wrong(f"protect.{key}", "is for nodes that find each other: nodes.registry is missing")
         if self.replace and not self.replace[0]:
             raise wrong("protect.replace", "names no program")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,12 @@ from pydantic_core import PydanticCustomError
 from flowcheck.control.address import host_and_port, why_not
 
 __all__ = [
-    "MOST_BYTES", "NOWHERE", "SLOWEST", "Table", "host_and_port_of", "is_loopback", "listens", "numbered",
-    "other_nodes", "wrong",
+    "ANYWHERE", "MOST_BYTES", "NOWHERE", "SLOWEST", "Table", "host_and_port_of", "host_of", "is_ip", "is_loopback",
+    "known", "listens", "numbered", "other_nodes", "wrong",
 ]
 
 MOST_BYTES = 1 << 20
+ANYWHERE = ("0.0.0.0", "::")  # where a node may listen, and nobody is reached
 NOWHERE = "127.0.0.1:0"  # of a node that nobody speaks to
 SLOWEST = 8  # MiB a second, of a pull: a source lets one go that is slower than half of that (versions/holdings.py)
 
@@ -56,13 +59,46 @@ def host_and_port_of(listen: str) -> tuple[str, int]:
     return found
 
 
+def host_of(text: str) -> str:
+    """A host without brackets. Raises ValueError: no machine could be reached at it."""
+    bare = text[1:-1] if text[:1] == "[" and text[-1:] == "]" else text
+    if known((bare, 0))[0] in ANYWHERE:
+        raise ValueError(f"{text!r} is not a host that can be reached: it stands for all addresses of a machine")
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(bare).version == 6 or bare == text:
+            return bare
+    if host_and_port(text) is not None:
+        raise ValueError(f"{text!r} is not a host: it has a port")
+    if bare != text or host_and_port(f"{text}:1") is None or ":" in text or re.fullmatch(r"[0-9.]+", text):
+        raise ValueError(f"{text!r} is not a host")
+    return text
+
+
+def known(at: tuple[str, int]) -> tuple[str, int]:
+    """The same for all ways to write an address: fd00:0::2 and fd00::2, CK1 and ck1."""
+    try:
+        ip = ipaddress.ip_address(at[0])
+    except ValueError:
+        return at[0].lower().removesuffix("."), at[1]
+    return str(getattr(ip, "ipv4_mapped", None) or ip), at[1]
+
+
 def other_nodes(texts: tuple[str, ...]) -> tuple[str, ...]:
     for text in texts:
         if host_and_port_of(listens(text))[1] == 0:
             raise ValueError(f"{text}: nobody listens at port 0")
-        if [host_and_port_of(other) for other in texts].count(host_and_port_of(text)) > 1:
+        host_of(host_and_port_of(text)[0])
+        if [known(host_and_port_of(other)) for other in texts].count(known(host_and_port_of(text))) > 1:
             raise ValueError(f"{text} is given twice")
     return texts
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -17,7 +17,7 @@ from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.proof import node_key
 from flowcheck.control.tls import client_context, server_context
 from flowcheck.durable import check_writable
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.config.protect import Protect
 from flowcheck.node.config.tokens import read_token, read_tokens
@@ -105,9 +105,6 @@ def check_copies(config: NodeConfig) -> Path:
     """Where they lie. Raises EnvironmentProblem or UserError: it cannot be written to, or nobody could be asked."""
     directory = config.copies
     assert config.protect is not None and directory is not None
-    if config.api is not None and config.api.address in config.protect.addresses:
-        raise UserError(f"{config.api.listen} is this node itself", where="protect.copies",
-                        remedy="those of other nodes")
     if config.nodes.registry:
         check_endpoints(config.nodes.registry)
         if config.nodes.registry_password_file is not None:

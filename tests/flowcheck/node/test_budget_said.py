@@ -95,6 +95,26 @@ def test_a_bound_that_does_not_fit_is_a_problem_or_a_note_and_never_both() -> No
     assert made(facts, table).notes == (SLOW, UNSET.format(left)) and made(facts, table).problems == ()
 
 
+@pytest.mark.parametrize(("protect", "shares"), [
+    ({"copies": ["10.0.0.3:7071"]}, 1), ({"parity": "2+1", "group": ["127.0.0.1:4", "h:5", "h:6"]}, 1),
+    ({"parity": "2+1", "group": ["127.0.0.1:4", "h:5", "h:6"], "copies": ["h:5"]}, 2),
+])
+def test_copies_and_parity_of_a_node_with_captures_are_counted(protect: dict[str, Any], shares: int) -> None:
+    """Beside replicas that have a bound; more than there is is refused, or noted where no bound is given."""
+    table, facts = {"device": "ring", "huge": False}, replace(ROOMY, available=9 * GB)
+    others = {"api": {"listen": "127.0.0.1:4"}, "replica": {"memory_mb": 1024}}
+    left = ((9 * GB - made(facts, table).ordinary) >> 20) - 1024
+    fits = made(facts, table, protect=protect | {"memory_mb": left // shares}, **others)
+    assert fits.problems == () and fits.copies == (left // shares * shares) << 20
+    whose = {"protect.copies": protect["copies"]} if "copies" in protect else {"protect.group": protect["group"]}
+    assert whose.items() <= dict(fits.switches).items()
+    found = made(facts, table, protect=protect | {"memory_mb": left // shares + 1}, **others)
+    _, _, where, remedy = only(found.problems)
+    assert where == "protect.memory_mb" and str(left // shares) in remedy
+    unset = made(facts, table, protect=protect, **others)
+    assert unset.problems == () and any("protect.memory_mb" in note for note in unset.notes)
+
+
 def test_memory_that_captures_lack_is_said_alone() -> None:
     """Whatever replicas would take."""
     table = {"device": "ring", "path_mtu": 4096, "ring_size": 1 << 20, "huge": False}

@@ -323,7 +323,7 @@ def test_what_a_check_prints(width: int, shown: str) -> None:
     of_none = CaptureFigures("af_packet:eth5", -1, "copy", (), 1, 1024, 5 * mib, mib, 64 * mib, -1, 0.5)
     made = Budget(
         huge=True, captures=(of_node, of_none), dpdk=(2 << 30) + 9 * mib, kernel=64 * mib, replicas=40 << 30,
-        peers=7 * mib, inboxes=512 * mib, ordinary=1, available=90 << 30, huge_free=3 << 30,
+        peers=7 * mib, copies=0, switches={}, inboxes=512 * mib, ordinary=1, available=90 << 30, huge_free=3 << 30,
         threads=(ThreadPlace("receive from 0000:81:00.1 queue 0", 1, 3), ThreadPlace("update", 12)), left=(5, 7),
         notes=("one [bold]thing[/bold]", "another"), problems=(),
     )

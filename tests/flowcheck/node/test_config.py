@@ -459,7 +459,7 @@ def test_more_queues_than_a_node_reads(tmp_path: Path) -> None:
     assert refused.value.where.endswith(": capture.queues")
 
 
-@pytest.mark.parametrize(("given", "what"), [("capture = []", "a mirror port at least"), ("capture = 1", "tuple")])
+@pytest.mark.parametrize(("given", "what"), [("capture = []", "a mirror port at least"), ("capture = 1", "list")])
 def test_what_is_not_a_capture(tmp_path: Path, given: str, what: str) -> None:
     path = tmp_path / "node.toml"
     path.write_text(f'{given}\n[control]\nlisten = "localhost:1"\ntoken_file = "t"\n')
@@ -536,7 +536,7 @@ def test_a_store(tmp_path: Path) -> None:
         ('url = "x"\nevery = 1\nkeep_every = 7', "keep_every", "stay anyway"),
         ('url = "x"\nevery = 1\nseconds = 0.9', "seconds", "greater"),
         ('url = "x"\nevery = 1\nseconds = 3601', "seconds", "less"),
-        ('url = "x"\nevery = 1\noptions = 3', "options", "dictionary"),
+        ('url = "x"\nevery = 1\noptions = 3', "options", "table"),
         ('url = "x"\nevry = 1', "evry", "did you mean every"),
     ],
 )

@@ -170,9 +170,6 @@ def test_what_it_says_of_parity_and_a_registry(scene: Scene, tmp_path: Path) -> 
 
 
 def test_what_cannot_hold_is_said_before_anything_begins(scene: Scene, tmp_path: Path) -> None:
-    scene.config = config(tmp_path, "127.0.0.1:4")
-    with pytest.raises(UserError, match="this node itself"):
-        scene.holder()
     (tmp_path / "token").unlink()
     with pytest.raises(UserError):
         scene.holder()
@@ -206,7 +203,8 @@ def test_what_it_would_take(free: Callable[[int], None], tmp_path: Path, capsys:
     check(given, as_json=True)
     [line] = printed(capsys)
     assert json.loads(line) == {"copies": ["127.0.0.1:5", "h:6"], "directory": str(place), "free_mb": 2000,
-                                "memory_mb": 2000, "notes": []}
+                                "memory_mb": 2000, "notes": [], "registry": [], "parity": None,
+                                "switches": {"protect.copies": ["127.0.0.1:5", "h:6"]}}
     (tmp_path / "token").chmod(0o640)
     check(given, as_json=True)
     [note] = json.loads(printed(capsys)[0])["notes"]
@@ -223,8 +221,8 @@ def test_too_little_room_is_said_after_all_of_it(
     free(1500 << 20)
     with pytest.raises(EnvironmentProblem) as refused:
         check(config(tmp_path, "127.0.0.1:5", memory_mb=1501), as_json=False)
-    assert refused.value.what == "1,500 MiB are free, and copies may take 1,501"
-    assert refused.value.where == str(tmp_path / "flowcheck-h.copies") and refused.value.remedy
+    assert all(said in refused.value.what for said in ("1,500 MiB", str(tmp_path), "1,501"))
+    assert refused.value.where == "protect.memory_mb" and refused.value.remedy
     assert printed(capsys)[-1] == "at most 1,501 MiB; 1,500 MiB are free there"
 
 
