@@ -402,8 +402,11 @@ static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_r
         return FC_OTHER_PACKET;
     if (M->check_icrc && !fc_icrc_ok(p))
         return fc_refuse_icrc(f);
-    if (f->packets++ == 0 && !(fc_from_start(M) && p->psn < FC_YOUNG)) /* what came before was not mirrored: not missing */
-        f->next_psn = f->start_psn = p->psn;
+    if (f->packets++ == 0) {
+        f->first_psn = p->psn;
+        if (!(fc_from_start(M) && p->psn < FC_YOUNG)) /* what came before was not mirrored: not missing */
+            f->next_psn = f->start_psn = p->psn;
+    }
     int64_t delta = fc_psn_distance(p->psn, (int64_t)f->next_psn);
     if (delta >= 0 || (uint64_t)-delta <= f->next_psn - f->start_psn)
         note_psn(f, f->next_psn + (uint64_t)delta);
