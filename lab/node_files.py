@@ -28,7 +28,8 @@ def apis(config: FabricConfig) -> list[str]:
 
 
 def node_toml(
-    config: FabricConfig, job: Training, node: int, directory: Path, shared: Path, settings: Settings, api: bool,
+    config: FabricConfig, job: Training, node: int, directory: Path, token: Path, shared: Path, settings: Settings,
+    api: bool,
 ) -> str:
     """directory: what this node writes. shared: where replicas lie. api: it serves its versions."""
     others = [host for number, host in enumerate(config.hosts[: config.nodes]) if number != node]
@@ -36,7 +37,7 @@ def node_toml(
         "": {"name": f"{config.name}.{node}" if others else config.name,
              "groups": len(job.names) if config.nodes == 1 else 1},
         "nodes": {"addresses": config.hosts},
-        "control": {"listen": addresses(config)[node], "token_file": str(directory.parent / "token"),
+        "control": {"listen": addresses(config)[node], "token_file": str(token),
                     "insecure": True},  # the lab's own network
         # Ordinary memory: several nodes and tests would take the machine's few huge pages from each other.
         "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096), "huge": False},

@@ -266,8 +266,7 @@ class LabRun(Record):
         self._starts += 1
         self.events = []
         config = self.fabric.config
-        self._token_file()
-        started = list[str]()
+        token, started = self._token_file(), list[str]()
         for node in range(config.nodes):
             if any(one.split(",")[0] == f"node {node}" for one in self._nodes):
                 continue
@@ -275,7 +274,8 @@ class LabRun(Record):
             directory = self.out / f"node{node}-{self._starts}"
             directory.mkdir()
             toml = directory / "node.toml"
-            toml.write_text(node_toml(config, job, node, directory, self.fabric.shared, self._node_settings, self._api))
+            toml.write_text(node_toml(
+                config, job, node, directory, token, self.fabric.shared, self._node_settings, self._api))
             command = [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(toml), "--json"]
             role = config.roles[1 + config.ranks + node]
             self._start(name, role, command, directory / "log", self._cores.rest, {"OMP_NUM_THREADS": "1"})

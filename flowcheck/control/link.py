@@ -24,8 +24,8 @@ from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.form import Place, build, parse
 
-__all__ = ["HEAD_BYTES", "MAGIC", "Limits", "Link", "MisfitError", "RecordsError", "frame", "lengths", "message_of",
-           "tls_reason"]
+__all__ = ["HEAD_BYTES", "MAGIC", "Limits", "Link", "MisfitError", "RecordsError", "dumps", "frame", "lengths",
+           "message_of", "tls_reason"]
 
 MAGIC = b"FCR1"
 _HEAD = struct.Struct(">4sIQ")
@@ -33,7 +33,7 @@ HEAD_BYTES = _HEAD.size
 _STEP = 8 << 20  # of a payload taken at once
 _TOGETHER = 64 << 10  # bytes of a frame that goes out in one piece
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON can write half of a character, which nothing can encode
-_dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _LONG = 1e6  # seconds; a socket without a timeout would be one for its writer too
 
 
@@ -65,7 +65,7 @@ def frame(message: Any, size: int = 0) -> bytes:
         said = vars(message)
         if isinstance(message, Refused) and not message.final:
             said = {"why": message.why}  # what is new only where it is needed: earlier releases take no other field
-        text = _dumps({"type": type(message).__name__.lower(), **said}).encode()
+        text = dumps({"type": type(message).__name__.lower(), **said}).encode()
     return _HEAD.pack(MAGIC, len(text), size) + text
 
 

@@ -12,13 +12,12 @@ ValueError: a number that JSON does not have. Torch and the standard library; th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flowcheck.control.protocol import frame
+from flowcheck.control.link import dumps, frame
 from flowcheck.control.tensors import packed
 from flowcheck.trainer.ranges import Copies
 from flowcheck.trainer.unchanged import Unchanged
@@ -27,7 +26,6 @@ __all__ = ["Frames", "Payload", "pieces", "user", "user_head"]
 
 AT_ONCE = 64 << 10  # bytes of tensors that the training thread sends itself
 Payload = Mapping[str, torch.Tensor] | Copies | bytes  # bytes: as they are
-_dumps = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 class Frames:
@@ -43,10 +41,10 @@ class Frames:
         sample: str, size: int,
     ) -> bytes:
         if groups is not self._groups:
-            self._groups, self._text = groups, _dumps(groups)
+            self._groups, self._text = groups, dumps(groups)
         return frame(
             f'{{"type":"record","iteration":{iteration},"groups":{self._text},'
-            f'"clip":{"null" if clip is None else _dumps(clip)},"scale":{"null" if scale is None else _dumps(scale)},'
+            f'"clip":{"null" if clip is None else dumps(clip)},"scale":{"null" if scale is None else dumps(scale)},'
             f'"skipped":{"true" if skipped else "false"},"checksums":{{}},"sample":"{sample}"}}'.encode(), size)
 
 
