@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from flowcheck.control.message_fields import GROUP
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.config.capture import Follow
 from flowcheck.node.config.node import NodeConfig
@@ -31,8 +32,6 @@ from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.rebuild.plan import JobPlan
 
 __all__ = ["Groups"]
-
-GROUP_NAME = r"[A-Za-z0-9_.]{0,32}"  # no hyphen: in the names of replica files it ends the group's name
 
 
 class Groups:
@@ -60,13 +59,13 @@ class Groups:
 
     def _left_behind(self) -> list[str]:
         """Groups whose replicas an earlier process of this name left."""
-        pattern = re.compile(rf"flowcheck-{re.escape(self._config.name)}-({GROUP_NAME})-[0-9]+\.replica")
+        pattern = re.compile(rf"flowcheck-{re.escape(self._config.name)}-({GROUP.pattern})-[0-9]+\.replica")
         found = map(pattern.fullmatch, (path.name for path in self._config.replica.directory.glob("*.replica")))
         return sorted({match[1] for match in found if match})[: self._config.groups]
 
     def intake_of(self, name: str) -> Intake | str:
         """Raises EnvironmentProblem: it cannot begin."""
-        if not re.fullmatch(GROUP_NAME, name):
+        if not GROUP.fullmatch(name):
             return "the name of a group has letters, digits, _ and ."
         if name in {one.group for one in self._config.follow}:
             return f"group {name!r} is of [[follow]] in this node's settings, without trainers; attach with another"

@@ -28,6 +28,7 @@ from typing import Any
 from flowcheck.ask.offer import DISK, MEMORY, Offer, spans
 from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
 from flowcheck.checkpoint.users import users_of
+from flowcheck.control.message_fields import GROUP
 from flowcheck.control.version import Version
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.version_status import DIVERGED, VersionStatus
@@ -40,8 +41,6 @@ from updater.errors import UpdaterError
 from updater.reader import Reader
 
 __all__ = ["DiskShelf", "MemoryShelf", "Pressed", "Shelf", "Withheld", "id_of"]
-
-GROUP = r"[A-Za-z0-9_.]{0,32}"
 
 
 class Withheld(FlowcheckError):
@@ -141,7 +140,7 @@ class MemoryShelf(Shelf):
         super().__init__(now, needs)
         self.vouch = vouch
         self._directory, self._reserved = directory, reserved
-        self._name = re.compile(rf"flowcheck-{re.escape(node)}-({GROUP})-[0-9]+\.replica")
+        self._name = re.compile(rf"flowcheck-{re.escape(node)}-({GROUP.pattern})-[0-9]+\.replica")
         self._readers: dict[tuple[Path, int], Reader] = {}
         self._kept: dict[str, bytes] = {}
         self._hashers = Hashers()
