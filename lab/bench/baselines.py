@@ -3,12 +3,15 @@
     baselines.HOW.every-N    ms of a step, mean of an arm, while rank 0 saves every N iterations as HOW does
                              (lab/saving.py), against the same training without any checkpoint
     baselines.mirror         the same while the switch copies, and nobody listens
+    baselines.captured       the same while a node takes the copies from its port, and no trainer is attached to it
     baselines.flowcheck      the same while a node follows and publishes a version for every iteration
-    baselines.flowcheck.hook the same against `baselines.mirror`: what is left without the copies
+    baselines.flowcheck.mirror   the same against `baselines.mirror`: what is left without the switch's copies
+    baselines.flowcheck.hook     the same against `baselines.captured`: what is left without the lab's copies into rings
 
 Two ranks train the lab's GPT on one core; the node has the other. Checksums are sent as often as `attach` sends them.
-In the lab the switch is software on the trainers' core, so `mirror` is a cost of the lab and not of a cluster, where
-copies are the switch's work. Files go to the file system of TMPDIR. A round takes about a minute.
+In the lab the switch is software on the trainers' core, and so is the way of a copy into the ring of who listens: the
+kernel puts it there within the sender's call. `mirror` and `captured` are costs of the lab and not of a cluster, where
+copies are work of the switch and of the node's NIC. Files go to the file system of TMPDIR. A round takes about a minute.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     ):
         arms: dict[str, Callable[[], float]] = {"none": partial(_plain, lab, job)}
         arms |= {f"{how}.every-{every}": partial(_plain, lab, job, (how, every)) for how in SAVERS for every in EVERY}
-        arms |= {"mirror": partial(_mirrored, lab, job), "flowcheck": partial(_followed, lab, job)}
+        arms |= {"mirror": partial(_mirrored, lab, job), "captured": partial(_captured, lab, job),
+                 "flowcheck": partial(_followed, lab, job)}
         samples: Samples = {name: [] for name in arms}
         for number in range(rounds):
             for name in list(arms)[:: -1 if number % 2 else 1]:
@@ -53,8 +57,11 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
         lab.finish_trainers()
     setting, none = here(), samples.pop("none")
     rows = [Row.of(f"baselines.{name}", "ms/step", taken, none, None, setting) for name, taken in samples.items()]
-    hook = Row.of("baselines.flowcheck.hook", "ms/step", samples["flowcheck"], samples["mirror"], None, setting)
-    return [*rows, hook]
+    beside = (("mirror", "mirror"), ("hook", "captured"))
+    return rows + [
+        Row.of(f"baselines.flowcheck.{name}", "ms/step", samples["flowcheck"], samples[arm], None, setting)
+        for name, arm in beside
+    ]
 
 
 def _timed(lab: LabRun) -> float:
@@ -80,6 +87,13 @@ def _mirrored(lab: LabRun, job: Training) -> float:
         lab.fabric.stop_mirror()
 
 
+def _captured(lab: LabRun, job: Training) -> float:
+    lab.start_nodes(job)
+    taken = _plain(lab, job)
+    lab.finish_nodes()
+    return taken
+
+
 def _followed(lab: LabRun, job: Training) -> float:
     lab.start_nodes(job)
     first = lab.attach(job)
@@ -91,6 +105,8 @@ def _followed(lab: LabRun, job: Training) -> float:
     lab.finish_nodes()
     summary = lab.ledger.summary()
     if not summary.all_equal or summary.equal < last - first:
-        raise EnvironmentProblem(f"of {last - first} versions only {summary.equal} are there and equal",
+        odd = "; ".join(f"iteration {row.iteration} {row.verdict}: {row.why}"
+                        for row in (*summary.differing, *summary.unpublished))
+        raise EnvironmentProblem(f"of {last - first} versions {summary.equal} are there and equal: {odd}",
                                  where="bench baselines", remedy="a machine with less beside it: the node lost packets")
     return taken
