@@ -6,7 +6,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from flowcheck.node.config.tokens import text_of
 
 __all__ = ["load", "position"]
 
-MISSPELT = "extra_forbidden"  # as pydantic says it
+MISSPELT, MISSING = "extra_forbidden", "missing"  # as pydantic says it
 NO_TABLE = "no_table"
 SHAPES = {  # in words of the file, where pydantic's are Python's
     "tuple_type": "is not a list", "list_type": "is not a list",
@@ -51,7 +51,10 @@ def load(path: str | os.PathLike[str], note: Callable[[str], None] = lambda text
         found = [*_misspelt(data), *map(dict, error.errors(include_url=False))]
         found = [one for i, one in enumerate(found) if one["loc"] not in [other["loc"] for other in found[:i]]
                  or not one["loc"]]
-        found.sort(key=lambda one: one["type"] not in (MISSPELT, NO_TABLE))  # a key that is misspelt is missing, too
+        found.sort(key=lambda one: one["type"] not in (MISSPELT, NO_TABLE))
+        meant = [_meant(one["loc"]) for one in found if one["type"] == MISSPELT]
+        meant += [("capture",)] * (("protect",) in meant)  # a holder has none
+        found = [one for one in found if one["type"] != MISSING or one["loc"] not in meant]
         captures = data.get("capture")
         several = isinstance(captures, list) and len(captures) > 1
         first, *others = ((moved_from(_key(one, several), data), _said(one)) for one in found)
@@ -113,15 +116,42 @@ def _said(error: Mapping[str, Any]) -> str:
     """What is wrong with one key; of one that does not exist, which one is meant."""
     if error["type"] in SHAPES:
         return SHAPES[error["type"]].format(**error.get("ctx", {}))
-    if error["type"] != MISSPELT:
-        return str(error["msg"]).removeprefix("Value error, ")
-    *table, key = (str(part) for part in error["loc"] if isinstance(part, str))
-    keys = _keys(table[0]) if table else NodeConfig.model_fields
+    if error["type"] == MISSING and error["loc"] == ("capture",):
+        return ("is missing: a node has a mirror port. A machine without one holds copies of other nodes' versions, and"
+                " [protect] says whose")
+    if error["type"] == MISSING:
+        return "is missing"
+    return _near(error["loc"]) if error["type"] == MISSPELT else str(error["msg"]).removeprefix("Value error, ")
+
+
+def _near(loc: Sequence[str | int]) -> str:
+    """Of a key that does not exist: the one with the nearest name here, or else in another table."""
+    *table, key = _names(loc)
+    here = _meant(loc)
+    if here is not None:
+        moved = table == ["protect"] and here[-1] in MOVED
+        return f"is not a key: did you mean {here[-1]}{' of [nodes]' if moved else ''}?"
+    tables = {f"one of [{name}]": list(_keys(name)) for name in NodeConfig.model_fields}
+    if table:
+        tables["above all tables"] = [name for name in NodeConfig.model_fields if not _keys(name)]
+    if elsewhere := [where for where, keys in tables.items() if key in keys]:
+        return f"is not a key here, it is {elsewhere[0]}"
+    close = difflib.get_close_matches(key, {name for keys in tables.values() for name in keys}, 1)
+    where = [where for where, keys in tables.items() if close and close[0] in keys]
+    return f"is not a key: did you mean {close[0]}, {where[0]}?" if close else "is not a key"
+
+
+def _meant(loc: Sequence[str | int]) -> tuple[str | int, ...] | None:
+    """The key of the same table whose name is nearest to one that does not exist; None: none is near."""
+    *table, key = _names(loc)
+    keys = [*(_keys(table[0]) if table else NodeConfig.model_fields), *(MOVED if table == ["protect"] else ())]
     close = difflib.get_close_matches(key, keys, 1)
-    elsewhere = [name for name in NodeConfig.model_fields if key in _keys(name)]
-    if close and close[0] != key:
-        return f"is not a key: did you mean {close[0]}?"
-    return f"is not a key here, it is one of [{elsewhere[0]}]" if elsewhere else "is not a key"
+    return (*loc[:-1], close[0]) if close else None
+
+
+def _names(loc: Sequence[str | int]) -> list[str]:
+    """Table and key, or the key alone, without the numbers of a list's elements."""
+    return [part for part in loc if isinstance(part, str)]
 
 
 def _keys(table: str) -> Iterable[str]:

@@ -64,7 +64,8 @@ class NodeConfig(Table):
     @classmethod
     def _list(cls, given: Any) -> Any:
         if given == []:
-            raise PydanticCustomError("empty", "a node needs a mirror port at least")
+            raise PydanticCustomError("empty", "is empty: a node has a mirror port. A holder of copies has no such key,"
+                                      " and [protect] says whose versions it holds")
         return [given] if isinstance(given, Mapping | Capture) else given
 
     @field_validator("capture")

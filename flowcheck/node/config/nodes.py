@@ -11,6 +11,7 @@ that have that port, but this one), false, or a list of some of them.
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,11 @@ class Machine:
                 return cls(host_of(entry))
             except ValueError as error:
                 raise ValueError(f"{error}; an entry is a host, or {PORTS}") from None
-        if not isinstance(entry, Mapping) or not entry or entry.keys() - {"control", "api"}:
+        if isinstance(entry, Mapping) and (strange := sorted(entry.keys() - {"control", "api"})):
+            close = difflib.get_close_matches(strange[0], ("control", "api"), 1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ValueError(f"{strange[0]} is not a key of a machine: {hint}{PORTS}")
+        if not isinstance(entry, Mapping) or not entry:
             raise ValueError(f"{entry!r} is not a host, nor {PORTS}")
         for text in entry.values():
             if not isinstance(text, str) or host_and_port(text, brackets=True) is None:

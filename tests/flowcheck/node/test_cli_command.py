@@ -164,8 +164,18 @@ def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
 def test_settings_that_are_wrong_end_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
     assert command(text="[control]\n") == 2
     said = capsys.readouterr().err
-    assert said.startswith("flowcheck-node: error: ") and "control.listen: Field required" in said
+    assert said.startswith("flowcheck-node: error: ") and "control.listen: is missing" in said
     assert "\n  remedy: " in said and world.done == []
+
+
+@pytest.mark.parametrize("options", [(), ("--check",)])
+def test_a_holder_without_its_table_ends_with_2(
+    command: Callable[..., int], world: World, capsys: Any, options: tuple[str, ...]
+) -> None:
+    text = '[control]\nlisten = "127.0.0.1:0"\ntoken_file = "t"\n[api]\nlisten = "127.0.0.1:0"\n'
+    assert command(*options, text=text) == 2
+    said = capsys.readouterr().err
+    assert ": capture: is missing: " in said and "[protect]" in said and world.done == []
 
 
 def test_a_device_that_is_not_one_ends_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:

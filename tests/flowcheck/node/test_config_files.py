@@ -140,7 +140,7 @@ def test_what_stands_nowhere_is_said_without_a_place(tmp_path: Path) -> None:
     path.write_text('[capture]\ndevice = "d"\n')
     with pytest.raises(UserError) as refused:
         load(path)
-    assert (refused.value.what, refused.value.where) == ("Field required", f"{path}: control")
+    assert (refused.value.what, refused.value.where) == ("is missing", f"{path}: control")
 
 
 def test_jobs_that_are_followed_are_counted_also_where_there_is_one(tmp_path: Path) -> None:

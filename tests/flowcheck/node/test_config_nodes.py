@@ -128,7 +128,8 @@ def test_where_it_listens_everywhere_it_says_which_one_it_is(tmp_path: Path, ref
 @pytest.mark.parametrize(("tables", "where", "what"), [
     ({"nodes": {"addresses": ["h:7070"]}}, "nodes.addresses", "is not a host"),
     ({"nodes": {"addresses": [7]}}, "nodes.addresses", "is not a host"),
-    ({"nodes": {"addresses": [{"port": "h:1"}]}}, "nodes.addresses", "is not a host"),
+    ({"nodes": {"addresses": [{"port": "h:1"}]}}, "nodes.addresses", "port is not a key of a machine"),
+    ({"nodes": {"addresses": [{"contrl": "h:1"}]}}, "nodes.addresses", "did you mean control?"),
     ({"nodes": {"addresses": [{"api": "h"}]}}, "nodes.addresses", "is not HOST:PORT"),
     ({"nodes": {"addresses": ["h", "h"]}, "common": {"nodes": True}}, "nodes.addresses", "h is given twice"),
     ({"nodes": {"addresses": [{"api": "h:1"}, {"api": "h:01"}]}}, "nodes.addresses", "h:1 is given twice"),
