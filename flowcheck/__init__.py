@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from flowcheck.checkpoint.coding.manual_parity import protect, restore_shard
     from flowcheck.checkpoint.coding.parity import Protected
     from flowcheck.checkpoint.fetch import Taken, fetch
-    from flowcheck.checkpoint.replica import Replica
+    from flowcheck.checkpoint.open_replica import Replica
     from flowcheck.checkpoint.state import Checkpoint, load_checkpoint
     from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
     from flowcheck.job.manifest import load_job
@@ -50,7 +50,7 @@ _HOMES = {
     "flowcheck.checkpoint.coding.manual_parity": ("protect", "restore_shard"),
     "flowcheck.checkpoint.coding.parity": ("Protected",),
     "flowcheck.checkpoint.fetch": ("Taken", "fetch"),
-    "flowcheck.checkpoint.replica": ("Replica",),
+    "flowcheck.checkpoint.open_replica": ("Replica",),
     "flowcheck.checkpoint.state": ("Checkpoint", "load_checkpoint"),
     "flowcheck.errors": ("EnvironmentProblem", "FlowcheckError", "InternalError", "UserError"),
     "flowcheck.job.manifest": ("load_job",),

@@ -29,8 +29,8 @@ from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.status.board import Board
+from flowcheck.node.status.board_writer import LOST
 from flowcheck.node.status.counters import Tally
-from flowcheck.node.status.publisher import LOST
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 

@@ -27,7 +27,7 @@ from flowcheck.node.config.nodes import meant_by
 from flowcheck.node.listening import check_address
 from flowcheck.node.notify import Notify
 from flowcheck.node.protect.supervisor import check_copies
-from flowcheck.node.status.publisher import Telling
+from flowcheck.node.status.board_writer import BoardWriter
 from flowcheck.node.tokens import Access, warnings_of
 from flowcheck.node.versions.output import check_places
 
@@ -46,11 +46,11 @@ class Holder:
         self._notify = Notify()
         self._children: Children | None = None
         with ExitStack() as undo:
-            self._telling = undo.enter_context(closing(Telling(
+            self._board_writer = undo.enter_context(closing(BoardWriter(
                 config.name, (), (), None, dict, shadow=config.shadow, doors=self._doors)))
-            self._say = say = self._telling.tally.beside(say)
-            self._telling.look()
-            self._children = undo.enter_context(closing(Children(config, access, say, self._telling.board.fd)))
+            self._say = say = self._board_writer.tally.beside(say)
+            self._board_writer.look()
+            self._children = undo.enter_context(closing(Children(config, access, say, self._board_writer.board.fd)))
             self._undo = undo.pop_all()
 
     def _doors(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Holder:
     def turn(self) -> None:
         """What is done again and again. Never waits."""
         assert self._children is not None
-        self._telling.look()
+        self._board_writer.look()
         self._children.look()
         at_once, self._reload = self._reload, False
         if self._access.look(at_once):

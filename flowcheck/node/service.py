@@ -27,7 +27,7 @@ from flowcheck.node.notify import Notify
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.step_gossip import Neighbours
 from flowcheck.node.ports.open_captures import OpenCaptures
-from flowcheck.node.status.publisher import Telling
+from flowcheck.node.status.board_writer import BoardWriter
 from flowcheck.node.tokens import warnings_of
 from flowcheck.node.versions.output import Hashes, Writer
 
@@ -47,15 +47,15 @@ class Node:
         self._notify = Notify()
         self.control: ControlServer | None = None
         self._children: Children | None = None
-        self._telling: Telling | None = None
+        self._board_writer: BoardWriter | None = None
         with ExitStack() as undo:
             captures = self._captures = undo.enter_context(closing(OpenCaptures(config, say)))
             self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
             if config.api is not None:
-                self._telling = undo.enter_context(closing(Telling(
+                self._board_writer = undo.enter_context(closing(BoardWriter(
                     config.name, captures.planned, captures.sources, captures.port, self._connected,
                     common=self._common.document, shadow=config.shadow, doors=self._doors)))
-                say = self._say = self._telling.tally.beside(say)
+                say = self._say = self._board_writer.tally.beside(say)
             captures.watch(say)
             groups = self.groups = self._begun(undo, say)
             groups.take_up(jobs)
@@ -83,9 +83,9 @@ class Node:
         tls = client_context(config.tls.ca) if config.tls is not None and config.common.nodes else None
         neighbours = undo.enter_context(closing(Neighbours(
             config.common.addresses, partial(config.token, "peer"), self._common, say, tls)))
-        if self._telling is not None:
-            self._telling.look()
-        board = self._telling.board.fd if self._telling is not None else -1
+        if self._board_writer is not None:
+            self._board_writer.look()
+        board = self._board_writer.board.fd if self._board_writer is not None else -1
         self._children = undo.enter_context(closing(Children(config, access, say, board)))
         self.control.start()
         neighbours.start()
@@ -127,8 +127,8 @@ class Node:
         """What is done again and again."""
         assert self._children is not None
         self._captures.look()
-        if self._telling is not None:
-            self._telling.look()
+        if self._board_writer is not None:
+            self._board_writer.look()
         self._children.look()
         self._common.look()
         self.groups.check()

@@ -28,7 +28,7 @@ from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.loop import AttachmentState, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.nodes import Nodes
-from flowcheck.trainer.records import Records
+from flowcheck.trainer.outgoing_records import OutgoingRecords
 from flowcheck.trainer.starts import Identity, started
 from flowcheck.trainer.state_upload import StateUpload
 
@@ -76,7 +76,7 @@ class Following:
         self._flows: list[dict[str, Any]] | None = None
         self._meeting = False  # the job has just become known
         self.nodes = Nodes(epoch, say)
-        self.records = Records(part, optimizer, self.described, run_id, epoch, self._leads, say)
+        self.records = OutgoingRecords(part, optimizer, self.described, run_id, epoch, self._leads, say)
         self._upload = StateUpload(part, optimizer, self._leads, lambda: self.described.names, self.records.options,
                                    self.nodes.answered)
         part.listen(self._heard)

@@ -36,7 +36,7 @@ __all__ = ["shm"]
 #: What people call from Python. Not here: commands (typer makes their paths) and helpers between modules.
 PUBLIC = [
     "dataplane.capture", "dataplane.pcapfile", "flowcheck", "flowcheck.checkpoint.directory",
-    "flowcheck.checkpoint.replica", "flowcheck.checkpoint.state", "flowcheck.offline.gradients",
+    "flowcheck.checkpoint.open_replica", "flowcheck.checkpoint.state", "flowcheck.offline.gradients",
     "flowcheck.rebuild.iteration.sharded", "flowcheck.diagnose.inspect", "flowcheck.learning.captures",
     "flowcheck.job.manifest",
     "flowcheck.node.config",

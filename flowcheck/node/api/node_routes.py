@@ -1,4 +1,4 @@
-"""Routes of the HTTP API about the node itself, answered from what it has put on its board (status/publisher.py).
+"""Routes of the HTTP API about the node itself, answered from what it has put on its board (status/board_writer.py).
 
     GET /metrics        Prometheus' form, or OpenMetrics for who asks for it (status/metrics.py)
     GET /v1/node        the document; to `Accept: text/event-stream` again and again, as server-sent events

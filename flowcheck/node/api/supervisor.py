@@ -1,6 +1,6 @@
 """The process that answers a node's HTTP API, as the node has it (child.py): its socket, its keys, its settings.
 
-    serving = Serving(config, keys, say, board)  in the node; board: of its Telling
+    serving = Serving(config, keys, say, board)  in the node; board: of its BoardWriter
     serving.address, serving.look()            where; again and again
     serving.renew(keys)                        other keys, or another certificate, from the next connection on
 

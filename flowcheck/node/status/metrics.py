@@ -273,7 +273,7 @@ class _Told(Collector):
 
 
 def exposition(document: Document, accept: str) -> tuple[bytes, str]:
-    """The metrics as text, and its content type. document: of a Telling."""
+    """The metrics as text, and its content type. document: of a BoardWriter."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Told(document))
     encode, kind = choose_encoder(accept)

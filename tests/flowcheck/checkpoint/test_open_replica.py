@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.checkpoint.replica import Replica
+from flowcheck.checkpoint.open_replica import Replica
 from flowcheck.errors import UserError
 from flowcheck.job.model import BucketSlice
 from updater.layout import Layout
@@ -283,7 +283,7 @@ def test_what_the_system_says_of_a_file_is_said(shm: Path, monkeypatch: pytest.M
     def broken(path: Path) -> Any:
         raise OSError(errno.EIO, "Input/output error", str(path))
 
-    monkeypatch.setattr("flowcheck.checkpoint.replica.Reader", broken)
+    monkeypatch.setattr("flowcheck.checkpoint.open_replica.Reader", broken)
     with pytest.raises(UserError) as refused:
         Replica.open(shm / "x.replica")
     assert (refused.value.what, refused.value.where) == ("Input/output error", str(shm / "x.replica"))

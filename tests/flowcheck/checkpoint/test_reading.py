@@ -20,7 +20,7 @@ from flowcheck.checkpoint.directory import (
     write_parameters,
     write_step,
 )
-from flowcheck.checkpoint.replica import Replica
+from flowcheck.checkpoint.open_replica import Replica
 from flowcheck.checkpoint.state import load_checkpoint
 from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry

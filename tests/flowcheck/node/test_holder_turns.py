@@ -101,8 +101,8 @@ def test_what_is_done_again_and_again(scene: Scene, tmp_path: Path) -> None:
     with scene.holder() as holder:
         scene.since()
         looked: list[Any] = []
-        look = holder._telling.look
-        holder._telling.look = lambda: looked.append(1) or look()  # type: ignore[method-assign,func-returns-value]
+        look = holder._board_writer.look
+        holder._board_writer.look = lambda: looked.append(1) or look()  # type: ignore[method-assign,func-returns-value]
         for _ in range(2):
             holder.turn()
         assert scene.since() == [("serving", "look"), ("copying", "look"), "alive"] * 2 and looked == [1, 1]
@@ -122,13 +122,13 @@ def test_what_is_done_again_and_again(scene: Scene, tmp_path: Path) -> None:
 
 def test_what_it_tells_of_itself_has_no_captures(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    real = module.Telling
+    real = module.BoardWriter
 
-    def telling(*some: Any, **more: Any) -> Any:
+    def board_writer(*some: Any, **more: Any) -> Any:
         given.append((some, more))
         return real(*some, **more)
 
-    monkeypatch.setattr(module, "Telling", telling)
+    monkeypatch.setattr(module, "BoardWriter", board_writer)
     scene.config = scene.config.model_copy(update={"api": scene.config.api.model_copy(update={"shadow": 3})})  # type: ignore[union-attr]
     with scene.holder() as holder:
         assert given == [(("h", (), (), None, dict), {"shadow": 3, "doors": holder._doors})]

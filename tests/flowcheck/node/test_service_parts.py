@@ -230,21 +230,21 @@ def test_what_is_told_of_a_node_has_all_its_parts(
     make: Make, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its port, what is common, and after how many checksums it offers anything; what it says afterwards is counted."""
-    telling: list[tuple[Any, ...]] = []
+    board_writer: list[tuple[Any, ...]] = []
     counted = Noted()
     serving = noted(monkeypatch, "Serving", children)
 
     def beside(*given: Any, **named: Any) -> Any:
-        telling.append((*given, named))
+        board_writer.append((*given, named))
         return SimpleNamespace(tally=SimpleNamespace(beside=lambda say: counted), look=bool, close=bool,
                                board=SimpleNamespace(fd="a board"))
 
-    monkeypatch.setattr(service, "Telling", beside)
+    monkeypatch.setattr(service, "BoardWriter", beside)
     noted(monkeypatch, "Drops", open_captures)
     for name in ("Writer", "ControlServer", "Neighbours"):
         noted(monkeypatch, name)
     node = make(name="mine", api={"listen": "127.0.0.1:0", "shadow": 5})
-    ((name, planned, captures, port, connected, named),) = telling
+    ((name, planned, captures, port, connected, named),) = board_writer
     parts = node._captures
     assert (name, planned, captures, port) == ("mine", parts.planned, parts.sources, parts.port)
     assert connected() == {} and named == {"common": node._common.document, "shadow": 5, "doors": node._doors}
@@ -330,9 +330,10 @@ def test_what_is_looked_at_in_each_turn(api: bool) -> None:
     done: list[Any] = []
     parts = {f"_{name}": Told(name, done) for name in ("captures", "children", "common", "notify")}
     access = SimpleNamespace(look=lambda at_once: at_once)
-    node: Any = SimpleNamespace(**parts, _telling=Told("telling", done) if api else None, groups=Told("groups", done),
-                                _access=access, _reload=True)
-    everything = [("captures", "look"), *[("telling", "look")] * api, ("children", "look"), ("common", "look"),
+    node: Any = SimpleNamespace(
+        **parts, _board_writer=Told("board_writer", done) if api else None, groups=Told("groups", done), _access=access,
+        _reload=True)
+    everything = [("captures", "look"), *[("board_writer", "look")] * api, ("children", "look"), ("common", "look"),
                   ("groups", "check"), ("children", "renew"), ("notify", "alive")]
     service.Node.turn(node)
     assert done == everything and node._reload is False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from flowcheck.node.status.board_writer import LOST
 from flowcheck.node.status.counters import Tally
-from flowcheck.node.status.publisher import LOST
 
 START = 1_700_000_000.0
 

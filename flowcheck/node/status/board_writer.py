@@ -1,8 +1,8 @@
-"""The node's side of what it tells: its tally and the counters of its captures, put on the board a few times a second.
+"""What a node says of itself: its tally and the counters of its captures, put on the board a few times a second.
 
-    telling = Telling(config, planned, sources, port, connected)
-    say = telling.tally.beside(say)
-    telling.look()                                  again and again, on the node's main thread; costs a millisecond
+    writer = BoardWriter(config, planned, sources, port, connected)
+    say = writer.tally.beside(say)
+    writer.look()                           again and again, on the node's main thread; costs a millisecond
 
 Nothing is asked of the threads that capture, place or follow: the former count in memory that everybody may read, and
 the latter say events. Nobody waits for who reads the board.
@@ -24,14 +24,14 @@ if TYPE_CHECKING:  # what has no port runs without DPDK
     from flowcheck.node.ports.captures import PlannedCapture
     from flowcheck.node.ports.port import Port
 
-__all__ = ["LOST", "Telling"]
+__all__ = ["LOST", "BoardWriter"]
 
 EVERY_SECONDS = 0.25
 # Counters of packets that were lost before they could be placed (docs/reference/events.md).
 LOST = ("ring_full", "oversize", "bad_checksum", "unfinished", "nic_missed", "errors", "no_mbuf", "kernel_ring_full")
 
 
-class Telling:
+class BoardWriter:
     """name: the node's. planned, sources: captures, as of Port. port: None: there are none. connected(): ranks that are
     connected, by group. now: a clock that never goes back. stamp: seconds since 1970. common(): as of Common.document.
     shadow: api.shadow. doors(): connections by port, as of ControlServer.connected, and inboxes by group."""

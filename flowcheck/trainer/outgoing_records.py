@@ -29,10 +29,10 @@ from flowcheck.trainer.loop import Over
 from flowcheck.trainer.ranges import Source, Wish
 from flowcheck.trainer.sample import Sampler, Taken, states
 
-__all__ = ["Records"]
+__all__ = ["OutgoingRecords"]
 
 
-class Records:
+class OutgoingRecords:
     """described: of this part and optimizer. leads: this is the rank that sends what all ranks have alike. say: a line
     of the log.
 

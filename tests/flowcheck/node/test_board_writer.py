@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from flowcheck import __version__
-from flowcheck.node.status import publisher as module
+from flowcheck.node.status import board_writer as module
 from flowcheck.node.status.board import ROOM, Glance
+from flowcheck.node.status.board_writer import LOST, BoardWriter
 from flowcheck.node.status.counters import MOST_GROUPS, MOST_NAMES
-from flowcheck.node.status.publisher import LOST, Telling
 
 from .told_scene import START, Clock, attached, iteration
 
@@ -41,25 +41,25 @@ class Scene:
         port: Any = SimpleNamespace(unclaimed={"unknown": 3}, claimed=lambda capture: self.claimed[capture])
         self.connected = {"dp0": 2}
         self.common = {"dp0": {"step": 4, "groups": 2, "apart": []}}
-        self.telling = Telling("node-a", planned, sources, port, lambda: self.connected, lambda: self.now, self.stamp,
-                               lambda: self.common)
-        self.glance = Glance(self.telling.board.fd)
+        self.board_writer = BoardWriter(
+            "node-a", planned, sources, port, lambda: self.connected, lambda: self.now, self.stamp, lambda: self.common)
+        self.glance = Glance(self.board_writer.board.fd)
 
     def look(self) -> Any:
         self.now += 1.0
-        self.telling.look()
+        self.board_writer.look()
         return json.loads(self.glance.read())
 
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     made = Scene()
-    with contextlib.closing(made.telling):
+    with contextlib.closing(made.board_writer):
         yield made
 
 
 def test_what_is_on_the_board(scene: Scene) -> None:
-    scene.telling.tally.hear(*attached())
+    scene.board_writer.tally.hear(*attached())
     scene.counters[1] |= {"received": 30, "bytes": 400, "ring_full": 2}
     del scene.counters[0]["bytes"]  # as of a port that does not count them
     scene.queues[1] = [10, 20]
@@ -100,19 +100,19 @@ def test_not_more_often_than_is_needed(scene: Scene) -> None:
     scene.look()
     for later, count in ((0.0, 1), (module.EVERY_SECONDS - 0.01, 1), (module.EVERY_SECONDS, 2)):
         scene.now = 101.0 + later
-        scene.telling.look()
+        scene.board_writer.look()
         assert scene.glance.count == count
 
 
 def test_what_is_too_much_is_left_out_before_sums_are(scene: Scene) -> None:
     sentence = "x" * 600
     for name in (f"g{i}" for i in range(16)):
-        scene.telling.tally.hear(*attached(name))
+        scene.board_writer.tally.hear(*attached(name))
         for number in range(48):
-            scene.telling.tally.hear(*iteration(number, name, why=[["covered", sentence]]))
+            scene.board_writer.tally.hear(*iteration(number, name, why=[["covered", sentence]]))
     for _ in range(64):
-        scene.telling.tally.hear("problem", {"why": sentence})
-    assert len(json.dumps(scene.telling.tally.document())) > ROOM
+        scene.board_writer.tally.hear("problem", {"why": sentence})
+    assert len(json.dumps(scene.board_writer.tally.document())) > ROOM
     told = scene.look()
     rows = [len(group["rows"]) for group in told["groups"]]
     assert rows[0] in (24, 12, 6, 3) and len(set(rows)) == 1 and told["groups"][0]["rows"][-1]["iteration"] == 47
@@ -121,7 +121,7 @@ def test_what_is_too_much_is_left_out_before_sums_are(scene: Scene) -> None:
 
 def test_names_and_numbers_alone_have_room(scene: Scene) -> None:
     """As many as are kept, and as long as they may be: else the node would seem to hang."""
-    tally = scene.telling.tally
+    tally = scene.board_writer.tally
     failure = {"iteration": 10**6, "detected": START, "restored": START, "resumed": START, "seconds": 60.25,
                "repeated": 3}
     names = [f"{number:032}" for number in range(MOST_NAMES)]
@@ -136,12 +136,12 @@ def test_names_and_numbers_alone_have_room(scene: Scene) -> None:
 
 
 def test_rows_and_events_go_before_nothing_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.telling.tally.hear(*attached())
-    scene.telling.tally.hear(*iteration(1))
+    scene.board_writer.tally.hear(*attached())
+    scene.board_writer.tally.hear(*iteration(1))
     written: list[bytes] = []
-    monkeypatch.setattr(scene.telling.board, "write", lambda text: written.append(text) or False)
+    monkeypatch.setattr(scene.board_writer.board, "write", lambda text: written.append(text) or False)
     scene.now += 1
-    scene.telling.look()  # ends, although nothing fits
+    scene.board_writer.look()  # ends, although nothing fits
     last = json.loads(written[-1])
     assert last["events"] == [] and last["groups"][0]["rows"] == [] and last["groups"][0]["counts"]["published"] == 1
 
