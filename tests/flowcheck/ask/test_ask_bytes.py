@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import ssl
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -137,12 +136,6 @@ def test_where_a_tensor_is_received() -> None:
 # -- lists -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("said", "start"), [("abc", "abc"), (5, ""), (None, "")])
-def test_which_start_of_the_job_an_offer_is_of(api: HandApi, node: NodeClient, said: Any, start: str) -> None:
-    api.versions[0].offer["start"] = said
-    assert node.offers()[0].start == start
-
-
 @pytest.mark.parametrize(("said", "silent"), [
     ({}, []), ({"absent": ["store", "x", "disk"]}, ["disk", "store"]), ({"absent": "disk"}, []), ({"absent": None}, []),
     ({"withheld": None}, []), ({"withheld": 3}, []),
@@ -227,7 +220,6 @@ def test_what_is_no_answer(answer: bytes, why: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("error", "why"), [
-    (connection._TooLong(), "an answer that is too long"), (connection._TooSlow(), "an answer that is too slow"),
     (TimeoutError(), "no answer within 2.5 s"), (EOFError(), "connection lost: EOFError"),
     (OSError(5, "Input/output error"), "connection lost: Input/output error"), (OSError("x"), "connection lost: x"),
     (http.client.BadStatusLine("x"), "what answers there speaks no HTTP"),
@@ -252,19 +244,14 @@ def refusal(status: int, body: bytes) -> AskError:
     (503, b"[]", FullError, "refused: it serves as many as it can at once"),
     (401, b'{"why": "w"}', AskError, "the token is wrong"), (403, b'{"why": ""}', AskError, "refused: status 403"),
     (500, b'{"why": "w"}'.ljust(4096), AskError, "refused: w"),
+    (500, b'{"why": "w"' + b" " * 4085 + b"}", AskError, "refused: status 500"),
+    (404, b"[]", GoneError, "refused: status 404"), (404, b"nothing", GoneError, "refused: status 404"),
+    (500, b'{"why": 3}', AskError, "refused: status 500"), (206, b"{}", AskError, "refused: status 206"),
+    (503, b'{"why": "it is being hashed", "hashed": 4}', UnhashedError, "refused: it is being hashed"),
 ])
 def test_what_a_node_says_when_it_refuses(status: int, body: bytes, kind: type[AskError], why: str) -> None:
     error = refusal(status, body)
     assert type(error) is kind and error.what == why
-
-
-def test_of_a_refusal_no_more_is_read_than_one_has() -> None:
-    assert refusal(500, b'{"why": "w"' + b" " * 4085 + b"}").what == "refused: status 500"
-
-
-def test_how_far_a_node_is_with_hashing_is_no_other_refusal() -> None:
-    error = refusal(503, b'{"why": "it is being hashed", "hashed": 4}')
-    assert isinstance(error, UnhashedError) and (error.what, error.hashed) == ("refused: it is being hashed", 4)
 
 
 def test_all_of_it_over_tls(api: HandApi, tmp_path: Path) -> None:
@@ -282,12 +269,6 @@ def test_all_of_it_over_tls(api: HandApi, tmp_path: Path) -> None:
     api.quiet.add("/v1/versions")
     hurried = NodeClient(api.address, KEY, 0.2, client_context(str(own.ca)))
     assert refused(hurried.offers).what == "no answer within 0.2 s"
-
-
-def test_a_tls_connection_is_not_waited_for_longer_either() -> None:
-    one = NodeClient(("h", 1), KEY, 2.5, ssl.create_default_context())
-    made = one.connection._connect()
-    assert made.timeout == 2.5 and isinstance(made, http.client.HTTPSConnection)
 
 
 # -- time ------------------------------------------------------------------------------------------------------------

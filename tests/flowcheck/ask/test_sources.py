@@ -36,26 +36,24 @@ def refused(call: Any, *given: Any) -> UserError:
     [
         ("h:1", [("h", 1)]), ("a:1, [::1]:65535", [("a", 1), ("::1", 65535)]),
         (["a:1", "b:1"], [("a", 1), ("b", 1)]), (("a:1",), [("a", 1)]),
+        (" Xhost.X:00001 , [::1]:65535 ", [("Xhost.X", 1), ("::1", 65535)]),
     ],
 )
 def test_addresses(nodes: str | Sequence[str], found: list[tuple[str, int]]) -> None:
     assert addresses(nodes) == found
 
 
-@pytest.mark.parametrize("nodes", ["h", "h:", ":1", "h:x", "h:-1", "a:1,", [3], ""])
-def test_what_is_not_an_address(nodes: Any) -> None:
-    assert "is not an address" in refused(addresses, nodes).what
-
-
-@pytest.mark.parametrize("port", ["0", "65536", "70711", "1234567890123456789012345"])
-def test_a_port_that_is_none_is_what_is_wrong(port: str) -> None:
-    said = refused(addresses, f"h:{port}").what
-    assert f"port {port[:20]}" in said and "65535" in said and "address" not in said
-
-
-@pytest.mark.parametrize("nodes", [[], "a:1,a:1"])
-def test_no_node_and_one_that_is_named_twice(nodes: Any) -> None:
-    assert "is empty, or names a node twice" in refused(addresses, nodes).what
+@pytest.mark.parametrize(("nodes", "what"), [
+    *[(one, "is not an address") for one in ("h", "h:", ":1", "h:x", "h:-1", "a:1,", [3], "")],
+    *[([one], f"{one!r} is not an address".replace("\0", "\\x00"))
+      for one in ("h..i:1", "h\0:1", "h\n:1", "h:000001", "h:1 2", f"{'x' * 64}:1")],
+    *[(f"h:{port}", f"port {port[:20]}") for port in ("0", "65536", "70711", "1234567890123456789012345")],
+    ([], "is empty, or names a node twice"), ("a:1,a:1", "is empty, or names a node twice"),
+])
+def test_what_is_not_an_address(nodes: Any, what: str) -> None:
+    error = refused(addresses, nodes)
+    assert what in error.what and error.where == "nodes"
+    assert not what.startswith("port") or ("65535" in error.what and "address" not in error.what)
 
 
 # -- the choice --------------------------------------------------------------------------------------------
@@ -80,20 +78,15 @@ CHOICES: dict[str, tuple[list[dict[Key, str]], dict[str, Any], Key | None]] = {
     "verified is not preferred": ([{(0, 7): U, (0, 6): V}], {}, (0, 7)),
     "the newest of those that are verified": ([{(0, 7): U, (0, 6): V, (0, 5): V}], {"prefer_verified": 9}, (0, 6)),
     "verified for one only": ([{(0, 7): U, (0, 6): V}, {(0, 7): U, (0, 6): U}], {"prefer_verified": 9}, (0, 7)),
+    "what follows a verified one is not verified": ([{(0, 9): "follows 6", (0, 6): V}], {"prefer_verified": 9}, (0, 6)),
+    "and is as new as another": ([{(0, 9): "follows 6", (0, 6): V}], {"prefer_verified": 2}, (0, 9)),
+    "nor is what nobody knows": ([{(0, 8): "unheard of", (0, 6): V}], {"prefer_verified": 9}, (0, 6)),
+    "what has diverged is not taken": ([{(0, 9): "diverged", (0, 8): U}], {}, (0, 8)),
+    "not if it is asked for": ([{(0, 9): "diverged", (0, 8): U}], {"step": 9}, None),
+    "nor if another says better": ([{(0, 9): "diverged", (0, 8): U}, {(0, 9): V, (0, 8): V}], {"prefer_verified": 9},
+                                   (0, 8)),
     "verified in an epoch before": ([{(1, 7): U, (0, 7): V}], {"prefer_verified": 9}, (1, 7)),
 }
-
-
-@pytest.mark.parametrize("status", ["follows 6", U, "unheard of"])
-def test_what_follows_a_verified_version_is_not_preferred_as_one(status: str) -> None:
-    held = [{(0, 9): "follows 6", (0, 8): status, (0, 6): V}]
-    assert choose(held, prefer_verified=9) == (0, 6) and choose(held) == choose(held, prefer_verified=2) == (0, 9)
-
-
-def test_what_has_diverged_is_never_taken() -> None:
-    held = [{(0, 9): "diverged", (0, 8): U}]
-    assert choose(held) == (0, 8) and choose(held, step=9) is None
-    assert choose([*held, {(0, 9): V, (0, 8): V}], prefer_verified=9) == (0, 8)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -128,12 +121,6 @@ def test_who_is_silent_is_absent(near: HandApi, far: HandApi) -> None:
     assert found.absent == (f"{far.name}: no answer within 0.2 s",) and len(found.places) == 2
     alone = look(nodes(far, seconds=0.2), "run", None)
     assert (alone.run_id, alone.shard, alone.places, alone.versions) == ("run", "", (), {})
-
-
-def test_nothing_is_there(near: HandApi) -> None:
-    near.versions.clear()
-    found = look(nodes(near), None, None)
-    assert (found.run_id, found.shard, found.places, found.absent) == ("", "", (), ())
 
 
 def test_what_is_withheld_is_said_of_each_node(near: HandApi, far: HandApi) -> None:
@@ -221,11 +208,6 @@ def test_no_source_is_good(near: HandApi, far: HandApi) -> None:
     )
     with pytest.raises(NoSource, match="nobody has it any more"):
         fetch(found, (0, 8), {})
-
-
-def test_who_was_absent_is_said(near: HandApi, far: HandApi) -> None:
-    far.answers["/v1/versions"] = 503, b'{"why": "busy"}'
-    assert fetch(look(nodes(near, far), None, None), (0, 7), {}).passed == (f"{far.name}: refused: busy",)
 
 
 @pytest.mark.parametrize("full", [b'{"why": "others are being answered", "full": true}', b"Service Unavailable"])

@@ -15,7 +15,7 @@ from flowcheck.ask import sources
 from flowcheck.ask.client import NodeClient
 from flowcheck.ask.offer import Offer
 from flowcheck.ask.refusals import BusyError, FullError
-from flowcheck.ask.sources import Fetched, Found, NoSource, addresses, fetch, look, offers_of, take
+from flowcheck.ask.sources import Fetched, Found, NoSource, fetch, look, offers_of, take
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -70,20 +70,6 @@ def problem(call: Any, *given: Any) -> EnvironmentProblem:
     return caught.value
 
 
-# -- addresses ---------------------------------------------------------------------------------------------
-
-
-def test_names_and_ports_at_their_edges() -> None:
-    assert addresses(" Xhost.X:00001 , [::1]:65535 ") == [("Xhost.X", 1), ("::1", 65535)]
-
-
-@pytest.mark.parametrize("node", ["h..i:1", "h\0:1", "h\n:1", "h:000001", "h:1 2", f"{'x' * 64}:1"])
-def test_names_that_no_machine_has(node: str) -> None:
-    with pytest.raises(UserError) as caught:
-        addresses([node])
-    assert (caught.value.what, caught.value.where) == (f"{node!r} is not an address".replace("\0", "\\x00"), "nodes")
-
-
 # -- what is found -------------------------------------------------------------------------------------------
 
 
@@ -102,14 +88,13 @@ def test_versions_of_which_somebody_has_a_ranks_own_state() -> None:
     assert found.with_user(1) == {(1, 7), (1, 9)} and found.with_user(4) == {(1, 9)} and found.with_user(3) == set()
 
 
-def test_a_version_is_verified_where_any_holder_knows_that() -> None:
-    for order in ((place(7), place(7, "verified")), (place(7, "verified"), place(7))):
-        assert Found("run", "a", (*order, place(8)), ()).versions == {(1, 7): "verified", (1, 8): "unverified"}
-
-
-def test_the_best_that_any_holder_says_of_a_version() -> None:
-    places = [place(7, one) for one in ("unverified", "follows 5", "follows 4")]
-    assert Found("run", "a", tuple(places), ()).versions == {(1, 7): "follows 5"}
+@pytest.mark.parametrize(("said", "best"), [
+    (("unverified", "verified"), "verified"), (("verified", "unverified"), "verified"),
+    (("unverified", "follows 5", "follows 4"), "follows 5"),
+])
+def test_the_best_that_any_holder_says_of_a_version(said: tuple[str, ...], best: str) -> None:
+    places = [place(7, one) for one in said]
+    assert Found("run", "a", (*places, place(8)), ()).versions == {(1, 7): best, (1, 8): "unverified"}
 
 
 def test_a_source_that_has_verified_it_is_read_first(near: HandApi, far: HandApi) -> None:
@@ -222,9 +207,12 @@ def test_the_newest_epoch_of_a_run_is_that_of_any_shard_on_any_node(near: HandAp
 # -- waiting ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("error", "seconds"), [(BusyError, 30), (FullError, 1800)])
-def test_who_has_no_room_for_another_is_waited_for_as_long_as_usual_and_once(
-    clock: Clock, error: type[BusyError], seconds: int
+@pytest.mark.parametrize(("error", "limits", "times", "again"), [
+    (BusyError, (), 32, 1), (FullError, (), 1802, 1),  # as long as usual, and once
+    (BusyError, (2.0, 5.0), 4, 4), (FullError, (2.0, 5.0), 7, 7),
+])
+def test_who_has_no_room_for_another_is_waited_for(
+    clock: Clock, error: type[BusyError], limits: tuple[float, ...], times: int, again: int
 ) -> None:
     node, asked = NodeClient(("h", 1), KEY), list[float]()
 
@@ -232,28 +220,12 @@ def test_who_has_no_room_for_another_is_waited_for_as_long_as_usual_and_once(
         asked.append(clock.now)
         raise error("no slot is left", where="h")
 
-    with pytest.raises(error):
-        sources._when_free(node, ask)
-    assert asked == [100.0 + at for at in range(seconds + 2)] and clock.pauses == [1.0] * (seconds + 1)
-    asked.clear()
-    with pytest.raises(error):
-        sources._when_free(node, ask)
-    assert len(asked) == 1 and node.busy
-
-
-@pytest.mark.parametrize(("error", "times"), [(BusyError, 4), (FullError, 7)])
-def test_who_says_how_long_waits_that_long_each_time(clock: Clock, error: type[BusyError], times: int) -> None:
-    node, asked = NodeClient(("h", 1), KEY), list[float]()
-
-    def ask() -> None:
-        asked.append(clock.now)
-        raise error("no slot is left", where="h")
-
-    for _ in range(2):
+    for count in (times, again):
         asked.clear()
         with pytest.raises(error):
-            sources._when_free(node, ask, 2.0, 5.0)
-        assert len(asked) == times and not node.busy
+            sources._when_free(node, ask, *limits)
+        assert [at - asked[0] for at in asked] == [float(at) for at in range(count)]
+    assert node.busy == (not limits)
 
 
 def test_what_it_says_when_it_has_room_again(clock: Clock) -> None:
