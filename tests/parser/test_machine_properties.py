@@ -1,7 +1,7 @@
 """The state machine over the whole cross product that the wire model covers, against synth's truth.
 
 Packets are fed from memory (Engine.feed is the function the ring loop calls); the same stages behind DPDK
-are exercised in tests/flowcheck/offline/test_synth_replay.py.
+are exercised in tests/flowcheck/captures/test_synth_replay.py.
 """
 
 import numpy as np
