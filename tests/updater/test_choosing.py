@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,60 +33,33 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 # -- the rule ------------------------------------------------------------------------------------------------
 
 
-def from_rounds(*rounds: Mapping[str, float]) -> Callable[[str], float]:
-    """seconds(way) that gives the way's sample of the next round."""
-    left = {way: iter([row[way] for row in rounds]) for way in rounds[0]}
-    return lambda way: next(left[way])
-
-
 def test_the_first_way_stays_unless_another_is_clearly_quicker() -> None:
     for other, chosen in ((0.94, "b"), (0.96, "a"), (1.0, "a"), (2.0, "a")):
         assert quickest(["a", "b"], {"a": 1.0, "b": other}.__getitem__, 9) == chosen
     assert quickest(["a", "b", "c"], {"a": 1.0, "b": 0.9, "c": 0.8}.__getitem__, 9) == "c"
     assert quickest(["a"], {"a": 1.0}.__getitem__, 9) == "a"
-
-
-def test_a_lucky_sample_decides_nothing() -> None:
-    """Two samples of nine at half the time, of a way that is else a little slower."""
-    rounds = [{"a": 1.0, "b": 0.5 if number in (2, 5) else 1.1} for number in range(9)]
-    assert quickest(["a", "b"], from_rounds(*rounds), 9) == "a"
-
-
-def test_disturbed_samples_decide_nothing() -> None:
-    """The better way is disturbed in two rounds, however much; or the first is, which makes nobody better."""
-    quick = [{"a": 1.0, "b": 90.0 if number in (0, 8) else 0.9} for number in range(9)]
-    assert quickest(["a", "b"], from_rounds(*quick), 9) == "b"
-    equal = [{"a": 90.0 if number in (0, 8) else 1.0, "b": 1.0} for number in range(9)]
-    assert quickest(["a", "b"], from_rounds(*equal), 9) == "a"
-
-
-def test_what_won_few_rounds_is_not_chosen() -> None:
-    """Its quartile is the best, and yet the first was quicker in four of nine rounds."""
-    rounds = [{"a": 1.0, "b": 0.9 if number < 5 else 1.2} for number in range(9)]
-    assert sorted(row["b"] for row in rounds)[9 // 4] < choosing.WORTH
-    assert quickest(["a", "b"], from_rounds(*rounds), 9) == "a"
-
-
-def test_each_bound_is_one() -> None:
-    """Seven rounds of ten are not more than 70 %, 95 % of a time are not less than 95 %, and nobody wins a tie."""
-    won = [{"a": 1.0, "b": 0.5 if number < 7 else 2.0} for number in range(10)]
-    assert quickest(["a", "b"], from_rounds(*won), 10) == "a"
-    won[7] = {"a": 1.0, "b": 0.5}
-    assert quickest(["a", "b"], from_rounds(*won), 10) == "b"
-    assert quickest(["a", "b"], {"a": 1.0, "b": choosing.WORTH}.__getitem__, 9) == "a"
-    ties = [{"a": 1.0, "b": 0.5 if number < 5 else 1.0} for number in range(9)]
-    assert quickest(["a", "b"], from_rounds(*ties), 9) == "a"
-
-
-def test_the_unit_of_time_does_not_matter() -> None:
-    for unit in (1e-6, 1.0, 50.0):
+    for unit in (1e-6, 50.0):
         assert quickest(["a", "b"], {"a": unit, "b": 0.9 * unit}.__getitem__, 9) == "b"
 
 
-def test_the_quartile_is_not_the_second_least() -> None:
-    """Two lucky samples of nine, of a way that is quicker by a hundredth in all others."""
-    rounds = [{"a": 1.0, "b": 0.5 if number in (2, 5) else 0.99} for number in range(9)]
-    assert quickest(["a", "b"], from_rounds(*rounds), 9) == "a"
+ROUNDS: dict[str, tuple[int, Callable[[int], tuple[float, float]], str]] = {  # how many, samples of a and b, which one
+    "two lucky samples of a way that is a little slower": (9, lambda n: (1.0, 0.5 if n in (2, 5) else 1.1), "a"),
+    "and of one that is quicker by a hundredth": (9, lambda n: (1.0, 0.5 if n in (2, 5) else 0.99), "a"),
+    "the better one is disturbed twice, however much": (9, lambda n: (1.0, 90.0 if n in (0, 8) else 0.9), "b"),
+    "the first is, which makes nobody better": (9, lambda n: (90.0 if n in (0, 8) else 1.0, 1.0), "a"),
+    "the better quartile, and slower in four of nine": (9, lambda n: (1.0, 0.9 if n < 5 else 1.2), "a"),
+    "seven of ten are not more than 70 %": (10, lambda n: (1.0, 0.5 if n < 7 else 2.0), "a"),
+    "eight are": (10, lambda n: (1.0, 0.5 if n < 8 else 2.0), "b"),
+    "95 % of a time are not less than 95 %": (9, lambda n: (1.0, choosing.WORTH), "a"),
+    "nobody wins a tie": (9, lambda n: (1.0, 0.5 if n < 5 else 1.0), "a"),
+}
+
+
+@pytest.mark.parametrize("why", ROUNDS)
+def test_what_some_rounds_decide(why: str) -> None:
+    rounds, samples, chosen = ROUNDS[why]
+    left = {"a": iter([samples(n)[0] for n in range(rounds)]), "b": iter([samples(n)[1] for n in range(rounds)])}
+    assert quickest(["a", "b"], lambda way: next(left[way]), rounds) == chosen
 
 
 def test_a_way_that_is_slower_is_not_chosen_on_a_busy_machine() -> None:

@@ -12,7 +12,6 @@ import torch
 
 from flowcheck.control.checksum import checksums
 from flowcheck.job.model import BucketSlice
-from updater import kernels
 from updater.errors import OptimizerError, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -39,14 +38,6 @@ def built(made: Replica, value: float = 1.0) -> Slot:
     slot.apply(0, torch.full((3,), value))
     slot.apply(1, torch.full((1,), value))
     return slot
-
-
-def test_one_process_writes(shm: Path) -> None:
-    made = replica(shm / "r")
-    with pytest.raises(ReplicaError, match=f"{shm}/r: another process is writing to this replica"):
-        Replica.attach(shm / "r")
-    made.close()
-    Replica.attach(shm / "r").close()
 
 
 def test_a_replica_that_is_told_nothing_is_of_no_run(shm: Path) -> None:
@@ -203,11 +194,3 @@ def test_slots_are_looked_at_from_the_oldest_version_on() -> None:
     made.keep((1,))
     made.publish(built(made))
     assert made.steps == [1, 2, 3, 4]
-
-
-def test_pools_are_tuned_as_this_process_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-    pool = kernels.Pool
-    monkeypatch.setattr(kernels, "Pool", lambda *given: (asked.append(given), pool(*given))[1])
-    made = replica(threads=1)
-    assert asked == [(1, "", *made._tuning)]

@@ -19,22 +19,11 @@ from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
 from updater.rounding_modes import RoundingMode
-from updater.slot import SlotState
 
 from ..forks import fork
+from .bits import state_bits
 
 SIZES = {"w": (70, 300), "b": (5001,)}
-
-
-def bits(t):
-    return t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def state_bits(version):
-    return (
-        {name: bits(t) for name, t in version.parameters.items()},
-        {name: {k: bits(v) for k, v in s.items()} for name, s in version.optimizer_state.items()},
-    )
 
 
 def layout():
@@ -263,66 +252,8 @@ def test_readers_beside_a_writer_never_see_a_torn_version(shm):
     assert not torn and seen and all(at(step) == found for step, found in seen.items())
 
 
-def test_torn_and_foreign_files_are_refused(shm):
-    path, other = shm / "replica", shm / "other"
-    advance(fresh(path))
-    whole = path.read_bytes()
-
-    def refused(data, message):
-        other.write_bytes(data)
-        for how in (Replica.attach, Reader):
-            with pytest.raises(ReplicaError, match=message):
-                how(other)
-
-    def patched(at, data):
-        return whole[:at] + data + whole[at + len(data) :]
-
-    refused(b"", "0 bytes are too few")
-    refused(whole[:-4096], "do not fit the header")
-    refused(whole + bytes(4096), "do not fit the header")
-    refused(bytes(len(whole)), "another kind of file")
-    refused(os.urandom(len(whole)), "another kind of file")
-    refused(patched(8, b"\x09"), "format 9, this is 2")
-    refused(patched(40, b"\x01"), "the header is damaged")
-    refused(patched(4200, b"\x00\x00"), "the layout's hash")
-    refused(patched(128, b"\x02\x00\x07"), "the header of slot 0 is damaged")
-    for how in (Replica.attach, Reader):
-        with pytest.raises(ReplicaError, match="cannot be opened"):
-            how(shm / "absent")
-        with pytest.raises(ReplicaError, match="belongs to run_id 'run', not 'other'"):
-            how(path, run_id="other")
-        with pytest.raises(ReplicaError, match="belongs to epoch 3, not 4"):
-            how(path, epoch=4)
-    words = bytearray(whole)
-    for slot in range(3):
-        words[128 + 64 * slot : 136 + 64 * slot] = (0xA5 << 8).to_bytes(8, "little")
-    other.write_bytes(words)
-    with pytest.raises(ReplicaError, match="no complete version"):
-        Replica.attach(other)
-
-
 def test_memory_that_is_not_there_is_refused_and_leaves_nothing(shm):
     spec = OptimizerSpec.check("adam", [(["w"], {"lr": 0.1})])
     with pytest.raises(ReplicaError, match=r"cannot be reserved|cannot be created"):
         Replica({"w": torch.empty(1).expand(1 << 40)}, spec, path=shm / "replica")
     assert not list(shm.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "dtype", "per_parameter"),
-    [("adam", {}, torch.float32, 12), ("adamw", {"amsgrad": True}, torch.float32, 16), ("sgd", {}, torch.float32, 4),
-     ("sgd", {"momentum": 0.9}, torch.float32, 8), ("adam", {}, torch.bfloat16, 14)],
-)
-def test_memory_is_what_the_documentation_says(shm, name, options, dtype, per_parameter):
-    shapes = {f"layer{i}.{kind}": shape for i in range(8) for kind, shape in (("weight", (256, 300)), ("bias", (256,)))}
-    tensors = {n: torch.zeros(s, dtype=dtype) for n, s in shapes.items()}
-    count = sum(t.numel() for t in tensors.values())
-    for slots in (2, 3, 4):
-        path = shm / f"r{slots}"
-        spec = OptimizerSpec.check(name, [(list(shapes), {"lr": 1, **options})])
-        replica = Replica(tensors, spec, slots=slots, path=path)
-        documented = slots * per_parameter * count
-        assert documented <= replica.nbytes <= documented * 1.02
-        assert os.stat(path).st_blocks * 512 <= documented * 1.02
-        path.unlink()
-    assert replica.slots[0].state is SlotState.COMPLETE

@@ -10,11 +10,9 @@ from updater.replica import Replica
 from updater.rounding_modes import RoundingMode
 from updater.step import StepValues
 
+from .bits import bits
+
 SHAPES = {"a": (37, 5), "b": (129,), "c": (64,)}
-
-
-def bits(t):
-    return t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def one_bucket(shapes=SHAPES):
@@ -182,21 +180,6 @@ def test_tied_names_buffers_and_constants():
         replica.build(3, layout, StepValues(buffers={"mask": torch.arange(4)}))
     with pytest.raises(ReplicaError, match="differs from it"):
         Replica({**tensors, "head": weight + 1}, spec, tied={"head": "emb"})
-
-
-def test_values_that_cannot_be_meant_are_refused_and_nothing_is_left_behind():
-    pair = Pair()
-    for values, error, message in [
-        (StepValues(groups=({"lr": 1.0},)), OptimizerError, "2 groups, the step has values for 1"),
-        (StepValues(groups=({"amsgrad": True}, {})), OptimizerError, "cannot be switched in mid-run"),
-        (StepValues(groups=({"lr": -1.0}, {})), OptimizerError, "not negative"),
-    ]:
-        with pytest.raises(error, match=message):
-            pair.replica.build(1, one_bucket(), values)
-        assert pair.replica.building is None
-    for bad in ({"clip": float("nan")}, {"loss_scale": 0.0}, {"clip": -1.0}):
-        with pytest.raises(ReplicaError):
-            StepValues(**bad)
 
 
 @pytest.mark.parametrize(("name", "values", "message"), [
