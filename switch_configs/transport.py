@@ -172,7 +172,8 @@ def _connect(session: MirrorSession, credentials: Credentials, where: str) -> An
     try:
         return ConnectHandler(**options)
     except Exception as error:
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        said = str(error)
+        lines = [line for line in said.splitlines() if line.strip()] or [""]
         text = " ".join(lines[: 1 + lines[0].rstrip().endswith(":")])  # some begin with an announcement
         if credentials.password:
             text = text.replace(credentials.password, "***")

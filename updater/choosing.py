@@ -2,7 +2,7 @@
 
 Two things are chosen so, each a Question: how packets are placed (flowcheck/rebuild/calibration.py) and how versions
 are stored (updater/tuning.py). An answer has a way for each part of its question. A bad one is slow and nothing else.
-No processor is known here by its name; its name only says when a remembered answer is no longer about this machine.
+No processor is known here by its name; its name only says when a remembered answer is of another machine.
 
     choice = settle(question, measure)       the setting, or what is remembered, or measured, or the default
     quickest(ways, seconds, rounds)          the rule by which `measure` decides

@@ -3,9 +3,9 @@
     path = take_copy(node, offer, out)              OUT/step-000020, whole, every hash checked; or AskError, and nothing
 
 The bytes are those of the source: model, optimizer, and what ranks gave of themselves. So are status and marks: a copy
-never raises a status. No more than a piece of it is in memory beside what is written, so that a copy on tmpfs takes the
-state once. The directory appears whole or not at all, and one of that step that is there stays until then. Any thread;
-one at a time for a directory.
+never raises a status. No more than a piece of it is in memory besides what is written, so that a copy on tmpfs takes
+the state once. The directory appears whole or not at all, and one of that step that is there stays until then. Any
+thread; one at a time for a directory.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ def _head(schema: str, step: int, meta: Meta) -> dict[str, Any]:
 
 
 def _about(step: int, meta: Meta) -> dict[str, Any]:
-    """What a step's manifest says beside its files."""
+    """What a step's manifest says besides its files."""
     return _head(SCHEMA, step, meta) | {
         "shard": meta.shard, "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
         "rounding": meta.rounding, "matches": meta.matches,

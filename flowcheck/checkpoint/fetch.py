@@ -110,7 +110,7 @@ def fetch(
     whole: a shard that has a name is the whole model all the same; asked for by `dcp` and `hf`.
 
     Raises UserError, also if something else lies under its name, which is left alone, and if a part of a model might
-    pass for a whole one; and EnvironmentProblem: there is no version, none proved good, or it cannot be written.
+    pass for a whole one; and EnvironmentProblem: no version is there, none proved good, or it cannot be written.
     """
     if format not in FORMATS:
         raise UserError(f"{format!r} is none of {', '.join(FORMATS)}", where="format", remedy="one of them")

@@ -36,7 +36,7 @@ class StoreError(EnvironmentProblem):
 
 
 class Missing(StoreError):
-    """There is no object of that name, as the store says."""
+    """The store has no object of that name."""
 
 
 class Objects(Protocol):
@@ -59,7 +59,7 @@ class Objects(Protocol):
         """Last parts of the names directly below, sorted; [] where there is nothing."""
 
     def remove(self, name: str) -> None:
-        """One object; nothing if there is none."""
+        """One object; nothing if it does not exist."""
 
     def remove_all(self, name: str) -> None:
         """Everything below a name."""

@@ -84,7 +84,7 @@ class Replica:
         directory: `replica.directory` of the node's settings.
         node, group: the node's name and attach's `group`; None: any. run_id, epoch: which run; None: any.
 
-        Raises UserError: there is none, or replicas of several groups fit.
+        Raises UserError: none exists, or replicas of several groups fit.
         """
         found: dict[str, list[tuple[int, Path]]] = {}
         folder = path_of(directory, "directory", "directory")
@@ -123,7 +123,7 @@ class Replica:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """For `load_state_dict` of an optimizer with the same groups in the same order as the trainer's: copies.
 
-        Raises UserError as `state_dict` does, and if there is no optimizer.
+        Raises UserError as `state_dict` does, and without an optimizer.
         """
         self._check_good()
         state = {

@@ -38,8 +38,8 @@ def path_of(given: object, where: str = "path", kind: str = "file or directory")
 
 @contextlib.contextmanager
 def readable(path: Path, *, any_kind: bool = False) -> Iterator[None]:
-    """Turn an OSError of reading into a UserError, which is raised at once for what is no file and no directory: a FIFO
-    would be waited for. any_kind: it is not opened here, so it may be anything."""
+    """Turn an OSError of reading into a UserError, which is raised at once for what is neither file nor directory: a
+    FIFO would be waited for. any_kind: it is not opened here, so it may be anything."""
     try:
         if not any_kind and path.exists() and not (path.is_file() or path.is_dir()):
             raise _irregular(path)

@@ -109,7 +109,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint and check every hash of it.
 
     path: a directory `step-NNNNNN` or `parameters-NNNNNN`, or the directory that holds them: then the newest step that
-    has not diverged, or where there is none the newest parameters. A step that has is read if it is named.
+    has not diverged, or without one the newest parameters. A step that has is read if it is named.
 
     Raises UserError that names file and tensor.
     """

@@ -12,8 +12,8 @@
     entry = lane.write(epoch, step, files, about, users)   tensors, users, manifest, pointer, in this order
     lane.tidy(Rules(keep=3), now)                          what may go, but never what the pointer names
 
-A folder without a manifest is no version: an attempt that was cut. One process at a time writes to a lane, the node's
-own, and it removes nothing else. Any call may raise StoreError; what is there then stays as it is.
+A folder without a manifest is an attempt that was cut, not a version. One process at a time writes to a lane, the
+node's own, and it removes nothing else. Any call may raise StoreError; what is there then stays as it is.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def expired(entries: Iterable[Entry], rules: Rules, now: float, latest: str) -> 
 
 
 def read_entry(objects: Objects, folder: str) -> Entry:
-    """A version's manifest, if its objects have the sizes that it says. Raises Missing: there is none; StoreError;
+    """A version's manifest, if its objects have the sizes that it says. Raises Missing: it does not exist; StoreError;
     UserError: it is damaged."""
     name = f"{folder}/{MANIFEST}"
     text = _small(objects, name, MOST_TEXT)
@@ -168,7 +168,7 @@ class Lane:
         return entry
 
     def latest(self) -> str:
-        """The folder that the pointer names, "": there is no pointer, or none that can be read."""
+        """The folder that the pointer names, "": the pointer is missing, or cannot be read."""
         try:
             said = json.loads(_small(self._objects, f"{self._name}/{LATEST}", MOST_POINTER))
         except (Missing, ValueError, RecursionError):  # UserError is a ValueError
@@ -235,12 +235,12 @@ class Lane:
                     yield f"{self._name}/{epoch}/{step}"
 
     def _put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        def told() -> Iterator[bytes | memoryview]:
+        def watched() -> Iterator[bytes | memoryview]:
             for piece in pieces:
                 yield piece
                 self._moving()
 
-        self._objects.put(name, told())
+        self._objects.put(name, watched())
         self._moving()
 
     def _verify(self, name: str, entry: Mapping[str, Any]) -> None:

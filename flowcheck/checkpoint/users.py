@@ -58,7 +58,7 @@ def users_of(manifest: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 
 def load_user(directory: Path, manifest: Mapping[str, Any], rank: int) -> UserState:
-    """Raises UserError: there is none of that rank, or it is not what was written."""
+    """Raises UserError: that rank has none, or it is not what was written."""
     entry, path = users_of(manifest).get(rank), file_of(directory, rank)
     if entry is None:
         raise refuse(directory, f"has no state of rank {rank}", "another step, or a rank that gave one")

@@ -3,7 +3,7 @@ may see.
 
     host_and_port("10.0.0.2:7071") -> ("10.0.0.2", 7071)      host_and_port("[::1]:7071") -> ("::1", 7071)
     host_and_port("10.0.0.2") -> None                         None: it is not an address
-    why_not("10.0.0.2:70711") -> "has port 70711, ..."        what is wrong with one that is none; odd_port: "" if that
+    why_not("10.0.0.2:70711") -> "has port 70711, ..."        what is wrong with one that is not; odd_port: "" if that
                                                               is not its port
     credentials_in("ftp://me:secret@host/a") -> "a user or a password"         "": it has none
     without_credentials(text)                                 the same text, to be printed

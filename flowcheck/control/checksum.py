@@ -165,7 +165,7 @@ class Sums:
 
 @cache
 def library() -> Any:
-    """The function that sums pieces of tensors up; None: there is no library, which is said once."""
+    """The function that sums pieces of tensors up; None: the library is missing, which is said once."""
     try:
         found = ctypes.CDLL(str(LIBRARY.path())).fcs_checksums
     except (EnvironmentProblem, OSError, AttributeError) as error:

@@ -46,7 +46,7 @@ class Library:
     flags: Sequence[str] = FLAGS
 
     def path(self) -> Path:
-        """Raises EnvironmentProblem if there is none, and none can be made."""
+        """Raises EnvironmentProblem if it is missing and cannot be made."""
         if self.built.is_file():
             return self.built
         try:

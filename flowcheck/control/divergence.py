@@ -2,7 +2,7 @@
 
     one = Divergence(run_id, epoch, shard, after=96, last=99)
     one.covers(run_id, epoch, shard, step, status)       is this version one of them?
-    Divergence.of(said)                                  read from anybody; None: it is none
+    Divergence.of(said)                                  read from anybody; None: it is not one
 
 Versions of a run between the last one that was verified and the mismatch may all be wrong, and none of them is offered.
 One that was verified itself is not among them. Who keeps copies of a node's versions hears it where that node lists

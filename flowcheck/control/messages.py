@@ -1,6 +1,6 @@
 """The messages of the records protocol, field by field: what may be said. How it is said: protocol.py.
 
-Every field has a type, and a message with any other field, or one of another type, is none. Ranges and Patch check
+Every field has a type, and a message with any other field, or one of another type, is not one. Ranges and Patch check
 themselves further when they are made, on both sides: UserError names the field. Standard library only.
 """
 
@@ -181,7 +181,7 @@ class Patch:
 
 @dataclass
 class Holes:
-    """Peer, asking: bytes of the arena of the trainer's iteration `iteration` that it lacks, and some beside them.
+    """Peer, asking: bytes of the arena of the trainer's iteration `iteration` that it lacks, and some next to them.
     plan: 64 hexadecimal digits that stand for the job and where its bytes lie. ranges: of Span, in order, each from
     the beginning of a cell on. seconds: for which an answer is of use."""
 
@@ -223,7 +223,7 @@ class Bytes:
 
 @dataclass
 class Journal:
-    """Holder, as a peer, asking: what made the step after the trainer's iteration `iteration`, beside its gradients,
+    """Holder, as a peer, asking: what made the step after the trainer's iteration `iteration`, besides its gradients,
     which Holes asks for. plan: as of Holes; another than is followed: which job that is. seconds: as of Holes."""
 
     request: int
@@ -268,7 +268,7 @@ class Entry:
 
 @dataclass
 class Steps:
-    """Node, as a peer, and the answer to it: which versions its groups have complete, all of them anew each time. node:
+    """Node, as a peer, and the answer to it: which versions its groups have complete, all of them each time. node:
     32 hexadecimal digits of this process. name: what it is called. have: of Share, at most MOST_SHARES."""
 
     node: str
@@ -321,7 +321,7 @@ class Bye:
 @dataclass
 class Wanted:
     """Node: what it needs ("flows", "manifest", "state") to have versions again, and why. Before all else, and without
-    these: "user", it keeps the states of ranks; that stays so for the connection. "userhead" beside it: a state may
+    these: "user", it keeps the states of ranks; that stays so for the connection. "userhead" with it: a state may
     come as UserHead."""
 
     what: list[str]

@@ -15,7 +15,7 @@ def is_numpy(value: Any) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """The bool, int, float, str or bytes of the same value; what is no such scalar stays as it is (a date of numpy's,
-    a longdouble)."""
+    """The bool, int, float, str or bytes of the same value; what is not such a scalar stays as it is (a date of
+    numpy's, a longdouble)."""
     found = value.item() if is_numpy(value) and value.dtype.kind in "biufSU" else None
     return found if type(found) in (bool, int, float, str, bytes) else value

@@ -10,12 +10,12 @@
         nonce, mine, at, name, mac              ->
                                                 <-    200, FlowCheck-Proof: ...
 
-mac is over method, path, range, both nonces, and whom the asker means: the address that its connection ends at (`at`),
-and what its settings call it (`name`). A node takes a nonce of its own, once, soon after it has given it, and only if
-it is itself the one that is meant. So whoever answers at an address learns nothing that he could show to a node, now or
-later. The answer's proof is over that mac, the status and the body's SHA-256: it is of this question, and of somebody
-who knows the token. Files of tensors have none: what they are held against, hash by hash, stands in a manifest that has
-one.
+mac is over method, path, range, both nonces, and which node the asker means: the address that its connection ends at
+(`at`), and what its settings call it (`name`). A node takes a nonce of its own, once, soon after it has given it, and
+only if it is itself the one that is meant. So whoever answers at an address learns nothing that he could show to a
+node, now or later. The answer's proof is over that mac, the status and the body's SHA-256: it is of this question, and
+of somebody who knows the token. Files of tensors have none: what they are held against, hash by hash, stands in a
+manifest that has one.
 
 A bearer key (`reader_key`) stays what readers show. From the one the other cannot be worked out. Standard library.
 """
@@ -76,7 +76,7 @@ def _mac(key: bytes, *said: str | int) -> str:
 
 
 def place_of(address: Sequence[object] | None) -> str:
-    """An end of a connection, the same on both sides of it: without a zone, and IPv4 as such. "": it is none."""
+    """An end of a connection, the same on both sides of it: without a zone, and IPv4 as such. "": it is not one."""
     if not address or len(address) < 2:
         return ""
     try:

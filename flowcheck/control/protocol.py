@@ -122,7 +122,8 @@ def greet(
 
 def accept(link: Link, token: Known, resync: str = RESYNC[0]) -> Hello:
     """The node's opening: who speaks. token: any of those of the role that he says is enough. resync: of Welcome. The
-    caller still has to refuse whom it does not know. Raises RecordsError; MisfitError of one who knows the token."""
+    caller still has to refuse a peer that it does not know. Raises RecordsError; MisfitError of one who knows the
+    token."""
     link.begin()
     challenge = Challenge(secrets.token_hex(32))
     link.send(challenge, seconds=link.limits().seconds)

@@ -55,7 +55,7 @@ class Start:
 
 
 def start_text(digest: str, instance: str) -> str:
-    """digest: of one group's start, "": there is none."""
+    """digest: of one group's start, "": it has none."""
     said = Start.of(instance)
     return f"{said.line} {digest}" if said is not None and digest else digest
 

@@ -1,4 +1,4 @@
-"""What a rank gives beside model and optimizer, as bytes: nested values and tensors in one safetensors file, no pickle.
+"""What a rank gives besides model and optimizer, as bytes: nested values and tensors in a safetensors file, no pickle.
 
     data = pack({"loader": {"seed": 7, "at": 3}}, step=20, rank=3, ranks=4)      Refused: a value that cannot be kept
     Packer().pack(...)                                                           the same, again and again
@@ -261,7 +261,7 @@ def tail_bytes(data: bytes) -> int:
 
 
 def seal_of(data: bytes | bytearray, where: str) -> str:
-    """The hash that a file carries. Raises UserError: it is no such file, or another byte than those written."""
+    """The hash that a file carries. Raises UserError: it is not such a file, or has another byte than those written."""
     length = int.from_bytes(data[:8], "little")
     if length > min(HEADER_LIMIT, len(data) - 8) or bytes(data[8 : _HASH.start]) != _OPENS:
         raise _bad("is not a user state", where)

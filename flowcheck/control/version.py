@@ -172,7 +172,7 @@ def is_sealed(document: Mapping[str, Any]) -> bool:
 
 
 def odd_optimizer(said: Mapping[str, Any]) -> str:
-    """Why it is not in the job manifest's form; "": it is, or there is none."""
+    """Why it is not in the job manifest's form; "": it is, or the version has none."""
     if not said:
         return ""
     if said.get("name") not in OPTIMIZERS:

@@ -18,7 +18,7 @@ nothing to do with each other. Buffers are not sampled: a record has them whole.
 another one.
 
     sample     base64 of: salt 8 | a mask of each entry | elements of 8 bytes, of 4, of 2, of 1; little-endian
-    mask       bit i: KEYS[i] is there. UNSAID: what is kept besides cannot be said, and what lacks is no difference
+    mask       bit i: KEYS[i] is there. UNSAID: what is kept besides cannot be said, and what lacks is not counted
 
 Standard library, as what is on both sides of the control network. Any thread.
 """

@@ -6,13 +6,13 @@
 Each connection of a pair of ranks is held against each channel that the calls use between the two: message by message,
 the start PSN, the size, the LL or LL128 flag, the slot that is written, and the slot that clear-to-send announced for
 the number of the message. What contradicts excludes; what was not seen excludes nothing. But a connection that stays
-silent beside others of its hosts is not taken where these are enough for all channels: named are the connections of
+silent while others of its hosts send is not taken where these are enough for all channels: named are the connections of
 this communicator alone, and one of these that sends is one of the channels in use. One way to give every such channel a
 connection of its own must be left. Otherwise it is refused, with what would decide it: channels often send alike, and a
 gradient placed on a guess would look like any other.
 
 Of a running job (running.py) channels that its iterations do not use are nobody's any more, and the numbers of packets
-must not have begun anew (24 bits) since the connection was made.
+must not have wrapped (24 bits) since the connection was made.
 
 Pure. What is on the wire is the plan's (flowcheck/rebuild/plan.py); a message is held against it by search/position.py.
 """
@@ -194,7 +194,7 @@ class _Schedule:
                 if any((sent := self.sent(number, channel, pair)) is not None and sent.sizes for number in calls)]
 
     def check_numbers(self, channel: int, pair: Pair) -> None:
-        """Raises UserError if packets of a running job may have begun to be counted anew by now."""
+        """Raises UserError if packets of a running job may have wrapped by now."""
         before, each = (
             sum(packets(size, self.mtu) + (self.pair_above is not None and size > self.pair_above)
                 for number in self.calls(*phases) if (sent := self.sent(number, channel, pair)) is not None
@@ -324,7 +324,7 @@ class _Choice:
         return way
 
     def _way(self, barred: Mapping[int, int], possible: Mapping[int, Sequence[int]]) -> dict[int, int] | None:
-        """A connection for each channel, none twice; None if there is no way. barred: not this one for that channel."""
+        """A connection for each channel, none twice; None: no way is left. barred: not this one for that channel."""
         holder: dict[int, int] = {}  # by place of a connection
 
         def place(channel: int, tried: set[int]) -> bool:

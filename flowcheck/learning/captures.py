@@ -35,7 +35,7 @@ def learn(
     captures: Sequence[str | os.PathLike[str]], hints: Hints, logs: Sequence[str | os.PathLike[str]] = (),
     progress: Progress | None = None,
 ) -> Learnt:
-    """Learn the job of these captures. progress: told (hypotheses tried, of how many) now and then.
+    """Learn the job of these captures. progress: called with (hypotheses tried, of how many) now and then.
 
     Raises:
         UserError: a capture or log cannot be read, the job is not supported, or it is ambiguous.

@@ -157,7 +157,7 @@ def _cells(flow: Flow) -> tuple[str, str]:
 
 @contextmanager
 def watching() -> Iterator[Callable[[int, int], None] | None]:
-    """A line on the terminal, (hypotheses tried, of how many), while a search runs; nothing where stderr is none."""
+    """A line on the terminal, (hypotheses tried, of how many), while a search runs; nothing where stderr is not one."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

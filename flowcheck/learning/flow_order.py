@@ -36,8 +36,8 @@ SLOTS = 8
 @dataclass
 class FlowOrder:
     """flows: of one connection, the first message's first. used: over how many of them each message is spread.
-    imm_order: of immediates, "little", "big" or "" if none told. order: what decided the order of the flows. unsure:
-    why it is not known which flows belong to it, or "". doubt: what of their order is open."""
+    imm_order: of immediates, "little", "big" or "" if none shows it. order: what decided the order of the flows.
+    unsure: why it is not known which flows belong to it, or "". doubt: what of their order is open."""
 
     flows: tuple[Flow, ...]
     used: int = 1

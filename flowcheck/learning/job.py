@@ -131,7 +131,7 @@ def _plan(job: Job) -> JobPlan:
 
 
 def _check_buckets(chosen: Candidate, hints: Hints) -> None:
-    """--buckets beside DDP's own announcement can only say the same."""
+    """--buckets with DDP's own announcement can only say the same."""
     calls = chosen.program.collectives
     announced_sizes = [tuple(c.count for c in part) for part in (calls.steady, calls.iteration_0) if part]
     if hints.buckets and chosen.program.model and hints.buckets not in announced_sizes:

@@ -3,7 +3,7 @@
     refuse_unsupported(...)           by NCCL's log or its bootstrap
     refuse_unread(...)                because what is there cannot be read
     check_connections(hypothesis)     by the connections: mid-stream, undecided flows, registered buffers
-    refuse_unseen_ring(...)           ring calls beside a tree, of a ring whose order does not show
+    refuse_unseen_ring(...)           ring calls with a tree, of a ring whose order does not show
     refuse_modified(hypotheses)       by contents, when nothing else explains the traffic
     check_plan(plan, connections)     the finished manifest against every message, apart from the search
 
@@ -91,7 +91,7 @@ def check_connections(hypothesis: Hypothesis) -> None:
 
 
 def refuse_unseen_ring(hypothesis: Hypothesis, algorithms: set[str], rings_known: bool) -> None:
-    """Beside a tree only the ring 0, 1, 2, ... is proposed. Which chunk a ring call sends depends on the place in it,
+    """With a tree only the ring 0, 1, 2, ... is proposed. Which chunk a ring call sends depends on the place in it,
     so all of it has to be seen, or said by a log."""
     ring = hypothesis.rings[0]
     edges = {(on.src, on.dst) for on in hypothesis.connections}

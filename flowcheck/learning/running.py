@@ -1,4 +1,4 @@
-"""Which connection of a running job is which channel: a process beside a node, which needs no answer and has time.
+"""Which connection of a running job is which channel: a process next to a node, which needs no answer and has time.
 
     python -m flowcheck.learning.running < observed > answer
 

@@ -48,7 +48,7 @@ class Holder:
         with ExitStack() as undo:
             self._board_writer = undo.enter_context(closing(BoardWriter(
                 config.name, (), (), None, dict, shadow=config.shadow, doors=self._doors)))
-            self._say = say = self._board_writer.tally.beside(say)
+            self._say = say = self._board_writer.tally.counting(say)
             self._board_writer.look()
             self._children = undo.enter_context(closing(Children(config, access, say, self._board_writer.board.fd)))
             self._undo = undo.pop_all()

@@ -55,7 +55,7 @@ class Node:
                 self._board_writer = undo.enter_context(closing(BoardWriter(
                     config.name, captures.planned, captures.sources, captures.port, self._connected,
                     common=self._common.document, shadow=config.shadow, doors=self._doors)))
-                say = self._say = self._board_writer.tally.beside(say)
+                say = self._say = self._board_writer.tally.counting(say)
             captures.watch(say)
             groups = self.groups = self._begun(undo, say)
             groups.take_up(jobs)

@@ -28,7 +28,7 @@ Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def inspect(captures: Files) -> Inspection:
-    """Say what is in captures, with no job given: who talks to whom, which protocol, what is missing.
+    """Say what is in captures, with no job given: which host talks to which, by which protocol, what is missing.
 
     captures: one pcap or pcapng file, or several: parts of one capture, or of several ports.
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, ParamSpec
 
 import typer
 from rich.console import Console
@@ -23,6 +23,8 @@ from flowcheck.errors import EnvironmentProblem, UserError, missing_module
 from flowcheck.interrupts import handled
 
 __all__ = ["switch"]
+
+_Given = ParamSpec("_Given")
 
 switch = typer.Typer(no_args_is_help=True, help="Port mirroring on leaf switches: plan, apply, show, verify, remove.")
 
@@ -36,11 +38,11 @@ YesOption = Annotated[bool, typer.Option("--yes", help="With --commit: do not as
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object for machines.")]
 
 
-def _mapped(function: Callable[..., None]) -> Callable[..., None]:
+def _mapped(function: Callable[_Given, None]) -> Callable[_Given, None]:
     """switch_configs stands alone and has errors of its own."""
 
     @wraps(function)
-    def call(*arguments: Any, **options: Any) -> None:
+    def call(*arguments: _Given.args, **options: _Given.kwargs) -> None:
         try:
             from switch_configs.errors import DeviceError, PlanError
         except ImportError as error:

@@ -88,7 +88,7 @@ def attach(
         that offers both as attributes, `flowcheck_topology` and `flowcheck_collectives`, needs neither. On NCCL after
         `flowcheck.prepare()` the calls are known without `collectives`. Of several parts: a dict, by the part's name.
     scheduler, scaler: objects whose `state_dict()` is kept with every version. The scaler also says the loss scale of
-        an iteration, and whether its step was skipped, unless `step` is told.
+        an iteration, and whether its step was skipped, unless `step` is given.
     ca: speak TLS, and trust these certificates: a PEM file, or "system". None: what FLOWCHECK_CA says; "": no TLS.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
@@ -200,7 +200,7 @@ class Attachment(IterationInputs):
 
     @property
     def epoch(self) -> int:
-        """Under which nodes have versions of this start: as `attach` was told, or a newer one that a node has given it
+        """Under which nodes have versions of this start: as `attach` was given, or a newer one that a node has given it
         because another start of the run has made these steps already."""
         return max((one.nodes.epoch for one in self._parts), default=self._said_epoch)
 
@@ -211,7 +211,7 @@ class Attachment(IterationInputs):
 
     @property
     def published(self) -> tuple[int, str]:
-        """(iteration, status) of the nodes' newest version; (-1, "") if there is none. Of several parts the oldest."""
+        """(iteration, status) of the nodes' newest version; (-1, "") if they have none. Of several parts the oldest."""
         return min((one.nodes.published for one in self._parts), default=(-1, ""))
 
     # -- the training thread --
@@ -244,7 +244,7 @@ class Attachment(IterationInputs):
                 where=f"iteration {self.number}",
                 remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
             )
-        renewed = self._changed(stepped, told=clip is not None or scale is not None)
+        renewed = self._changed(stepped, scale_given=clip is not None or scale is not None)
         stood = skipped or scale is not None or stepped > 0
         clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard, stepped)
         stood = stood or scale is not None  # which the scaler has said
@@ -270,12 +270,12 @@ class Attachment(IterationInputs):
         self._keeper.over()
         serve(self._parts, self._max_stall, self.number)
 
-    def _changed(self, stepped: int, told: bool) -> str:
-        """What was changed besides what an iteration does and is no reason to end, "": nothing. told: the script says
-        what its gradients were multiplied with. Raises UserError for what ends the attachment."""
+    def _changed(self, stepped: int, scale_given: bool) -> str:
+        """What was changed besides what an iteration does and does not end it, "": nothing. scale_given: the script
+        says what its gradients were multiplied with. Raises UserError for what ends the attachment."""
         assert self._changes is not None
         change, self._keeper.trained = self._changes.over(stepped), self._changes.trained
-        if change is None or (told and change.gradients):
+        if change is None or (scale_given and change.gradients):
             return ""
         where, known = f"iteration {self.number}", any(one.manifest is not None for one in self._parts)
         if change.rule is Rule.REFUSED and known:
@@ -284,7 +284,7 @@ class Attachment(IterationInputs):
         return self._renewed(change.what) if change.rule is Rule.RENEWED else ""
 
     def _renewed(self, what: str) -> str:
-        """The job is described as it is now, and joined anew. Raises UserError where that comes too often, or where
+        """The job is described as it is now, and joined again. Raises UserError where that comes too often, or where
         it cannot be followed any more."""
         where = f"iteration {self.number}"
         for one in self._parts:
@@ -326,7 +326,7 @@ class Attachment(IterationInputs):
         if self._changes is not None and self._parts[part].manifest is not None:
             self._changes.reduced(part, whole)
         if whole and len(self._parts) == 1:  # of several, another's gradients are still multiplied
-            self._reduced_anew()
+            self._reduced_again()
 
     def _ready(self) -> None:
         if self._refused or self._closed or self._changes is None:

@@ -112,7 +112,7 @@ class Changes:
         self.begin()
 
     def begin(self) -> None:
-        """At a boundary: what was changed until now is no longer held against the script."""
+        """At a boundary: what was changed until now is not held against the script any more."""
         optimizer = self._optimizer
         self._found: Change | None = None
         self._before: int | None = None  # versions before a step whose move is not known

@@ -39,7 +39,7 @@ PATIENCE = 10  # iterations of a job that is not known, until that is said
 
 
 def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
-    """After iteration `number`: nodes are told of a job that has become known, and those that ask for all of the state
+    """After iteration `number`: nodes get to know a job that has become known, and those that ask for all of the state
     get it. That takes `seconds` at most, of all parts together."""
     deadline = time.monotonic() + seconds
     for place, one in enumerate(parts):
@@ -176,7 +176,7 @@ class Following:
             self.records.send(followers, it)
 
     def open(self, seconds: float) -> None:
-        """Once the job is known, nodes are told; of several, one that is not connected by now is not waited for."""
+        """Once the job is known, nodes get it; of several, one that is not connected by now is not waited for."""
         if self._meeting:
             if len(self.nodes.senders) == 1:
                 self.nodes.senders[0].tried.wait(seconds)

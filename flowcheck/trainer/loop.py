@@ -173,7 +173,7 @@ class IterationInputs:
         if self._changes is not None:
             self._changes.altered()
 
-    def _reduced_anew(self) -> None:
+    def _reduced_again(self) -> None:
         """A backward pass has added to all gradients and reduced the sum: that is on the wire as it is now, with
         whatever they were multiplied with before."""
         self._clips, self._measured, self._unscaled, self._scaled_clip = [], [], None, False
@@ -234,7 +234,7 @@ class IterationInputs:
         return clip, scale, skipped
 
     def _scale_now(self) -> float | None:
-        """Of the scaler; None: there is none, or it does nothing."""
+        """Of the scaler; None: the script has none, or it does nothing."""
         if self._scaler is None or not getattr(self._scaler, "is_enabled", lambda: True)():
             return None
         get = getattr(self._scaler, "get_scale", None)

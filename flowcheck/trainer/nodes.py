@@ -62,7 +62,7 @@ class Nodes:
 
     @property
     def connected(self) -> bool:
-        """Any of them; or there is none to connect to."""
+        """Any of them; or none has to be connected to."""
         return not self.senders or any(sender.connected for sender in self.senders)
 
     @property
@@ -72,7 +72,7 @@ class Nodes:
 
     @property
     def published(self) -> tuple[int, str]:
-        """(iteration, status) of the nodes' newest version; (-1, "") if there is none."""
+        """(iteration, status) of the nodes' newest version; (-1, "") if they have none."""
         return max(((sender.node.iteration, sender.node.status) for sender in self.senders), default=(-1, ""))
 
 

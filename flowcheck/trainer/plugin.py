@@ -22,5 +22,5 @@ PLUGIN = Library(
 
 
 def plugin_path() -> Path:
-    """Raises EnvironmentProblem if there is none, and none can be made."""
+    """Raises EnvironmentProblem if it is missing and cannot be made."""
     return PLUGIN.path()

@@ -2,14 +2,14 @@
 
     sampler = Sampler(part, optimizer, described, run_id, epoch)
     sampler.text(number)                    the sample, of what is in this machine's memory and as it was; "": not so
-    taken = sampler.take(number, beside)    the training thread, after iteration `number`
+    taken = sampler.take(number, more)    the training thread, after iteration `number`
     taken.text()                            a sending thread: the record's `sample`; waits for the device, if it has to
 
 What a boundary costs does not grow with the elements of a tensor, and hardly with the number of tensors: one gather
 for all tensors of a device and a width of elements together, which is queued on the device and not waited for. Which
 elements that are is computed for AHEAD looks at these tensors at once. A gather reads one tensor only, so there is one
 over all of the address space (`_memory`): the index of an element is its address. Before each gather every address is
-asked of torch anew, so that nothing is read but tensors that are there.
+asked of torch again, so that nothing is read but tensors that are there.
 
 torch and the standard library only.
 """
@@ -107,10 +107,10 @@ def states(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, torch.Te
 
 
 class Taken(dict[str, torch.Tensor]):
-    """Tensors that go beside a record, and its sample, which may still be on a device."""
+    """Tensors that go with a record, and its sample, which may still be on a device."""
 
-    def __init__(self, beside: Mapping[str, torch.Tensor], salt: bytes, masks: bytes, parts: Sequence[_Part]) -> None:
-        super().__init__(beside)
+    def __init__(self, more: Mapping[str, torch.Tensor], salt: bytes, masks: bytes, parts: Sequence[_Part]) -> None:
+        super().__init__(more)
         self._salt, self._masks, self._parts = salt, masks, parts
         self.here = all(part.values.is_cpu for part in parts)  # is no device waited for?
         self._copies = None if self.here else Copies({str(at): part.values for at, part in enumerate(parts)}, 0)
@@ -261,9 +261,9 @@ class Sampler:
         )
         return said or ""
 
-    def take(self, number: int, beside: Mapping[str, torch.Tensor]) -> Taken:
-        """The sample after iteration `number`. beside: what else goes with the record. Raises UserError where an entry
-        is no longer what was described."""
+    def take(self, number: int, more: Mapping[str, torch.Tensor]) -> Taken:
+        """The sample after iteration `number`. more: what else goes with the record. Raises UserError where an entry
+        is not what was described any more."""
         turn = self._turns[number % len(self._turns)]
         tensors, masks = self._find(turn)
         seen = masks, [*map(_address, tensors)], [*map(_elements, tensors)], [*map(_dtype, tensors)]
@@ -274,7 +274,7 @@ class Sampler:
         if number not in turn.ahead:
             turn.ahead = self._ahead(turn, number)
         parts = [one.take(tensors, index) for one, index in zip(turn.gathers, turn.ahead.pop(number), strict=True)]
-        return Taken(beside, self._positions.salt, turn.masks, parts)
+        return Taken(more, self._positions.salt, turn.masks, parts)
 
     def _ahead(self, turn: _Turn, number: int) -> dict[int, Sequence[torch.Tensor]]:
         """Of the looks from iteration `number` on."""

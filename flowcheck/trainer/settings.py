@@ -88,7 +88,7 @@ def context_of(ca: str | None) -> ssl.SSLContext | None:
 
 
 def address_of(node: str) -> tuple[str, int]:
-    """Of HOST:PORT. Raises UserError if it is none."""
+    """Of HOST:PORT. Raises UserError if it is not one."""
     if (found := host_and_port(node)) is None:
         raise UserError(f"{node!r} {why_not(node)}", where="node", remedy="HOST:PORT of the node's control port")
     return found

@@ -1,7 +1,7 @@
 """What this start of the job says of itself to nodes: the same text on all ranks, for all of its groups.
 
     text = started(group, iteration)        a control.start.Start; `iteration` is the first that is to come
-    after(lines)                            a start that is told later began later than these
+    after(lines)                            a start that is said later began later than these
 
 The first rank that asks leaves when that was, and a token, in the store that torch.distributed was started with; the
 others take it from there. No collective is called, and nothing is waited for but that store. Clocks of hosts differ:

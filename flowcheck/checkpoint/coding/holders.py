@@ -1,4 +1,4 @@
-"""Who keeps what of whom: copies in groups and rings, code groups, across failure domains.
+"""Which node keeps what of which other: copies in groups and rings, code groups, across failure domains.
 
     placement = place(16, 2)                Gemini's Algorithm 1: group if replicas divide machines, else mixed
     placement = place_across(sites, 2)      the same, with the machines dealt to its groups across leaves

@@ -7,7 +7,7 @@ A shard's stream is the bytes of its tensors, those of the model and then those 
 order of its safetensors file, and zeros up to the length of the longest. parity.json names run, epoch and step, has the
 manifest of every shard, and is written last; the directory appears whole or not at all. So parity is of one step of all
 shards, and a round that fails (a node that dies, stalls or lies) leaves the parity before as it was. What ranks gave of
-themselves is small, and lies beside it as it is. A holder keeps one stream of several in its directory (`encode`).
+themselves is small, and lies next to it as it is. A holder keeps one stream of several in its directory (`encode`).
 
 Whatever a node sends is hashed against its manifest while it is encoded, and every tensor that is rebuilt against the
 manifest that parity.json has. No more of a version than a piece of each stream is in memory. Any thread; one at a time
@@ -59,7 +59,7 @@ OTHER = "protect another step, or see the nodes"
 class Protected:
     """A directory of parity. versions: of each shard, in the order of the streams of data. length: of each stream.
     sums: of the streams of parity that were written into it, SHA-256 by number. users: of each shard, whose own states
-    lie beside them."""
+    lie next to them."""
 
     path: Path
     code: Code
@@ -175,7 +175,7 @@ class Padded:
 def encode(sources: Sequence[Source], code: Code, path: Path, numbers: Sequence[int]) -> Protected:
     """A round: these streams of parity of these shards, in a directory that is whole, or an error and nothing changed.
 
-    numbers: of the streams, from `code.data` on. Raises EnvironmentProblem; UserError: what lies at `path` is none.
+    numbers: of the streams, from `code.data` on. Raises EnvironmentProblem; UserError: what lies at `path` is not one.
     """
     versions = tuple(version for _, _, version in sources)
     length = max(version.nbytes for version in versions)

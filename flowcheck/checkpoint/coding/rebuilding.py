@@ -110,7 +110,7 @@ class _Ended(Exception):
 
 
 class Rebuilding:
-    """kept: parity that is here. lost: number of the shard. places: `places_of`, k at least beside that of the shard.
+    """kept: parity that is here. lost: number of the shard. places: `places_of`, k at least without that of the shard.
 
     places: those that are read. failed: of these, the one that failed, if that is known. error: why it ended, if it did
     before its end."""

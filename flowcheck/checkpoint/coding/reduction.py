@@ -3,12 +3,12 @@
     with Reduction(store, shape, worker, epoch=3, seconds=60.0) as together:
         made = together.encode(packet)       the same chunks as one machine that has all packets would write
 
-Source: ECCheck; who sends what to whom: shape.py. All W workers do this at once, each with its packet. The first worker
-of each node gets that node's chunk, the packets or the row of parity of each reduction group, one after another; the
-others get none. Packets that are shorter than the longest are padded with zeros.
+Source: ECCheck; which worker sends what to which: shape.py. All W workers do this at once, each with its packet. The
+first worker of each node gets that node's chunk, the packets or the row of parity of each reduction group, one after
+another; the others get none. Packets that are shorter than the longest are padded with zeros.
 
 Three stages, each with a piece of its own: multiply | add up (`_ours`) | send (`_all`). At most DEPTH pieces wait
-between two of them, so beside packet and chunk a worker has 2 DEPTH + 3 pieces of each row in memory, however long
+between two of them, so besides packet and chunk a worker has 2 DEPTH + 3 pieces of each row in memory, however long
 packets are.
 Groups are of one epoch: a member that dies or stalls ends the round for the others, with EnvironmentProblem, and a
 round after that needs another epoch. What parity there was is not touched by any of this.

@@ -7,7 +7,7 @@ DDP's own order (nccl-wire.md 9.1; torch/csrc/distributed/c10d/reducer.cpp, torc
     AllGather of one int64    number of parameters
     Broadcast of int64        sizes then strides of every parameter, no dimensions in between
     Broadcast                 the parameters, in groups; whoever compares shapes broadcasts these too (`init_sync`
-                              governs both), so a reading without them is none
+                              governs both), so a reading without them is not one
     AllReduce                 gradients of iteration 0
     Broadcast of int32        parameter indices in bucket order, then the number of buckets
     Broadcast of int32        number of parameters in each bucket

@@ -36,7 +36,7 @@ def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
 def parse_shapes(values: Sequence[int], count: int) -> list[list[tuple[int, ...]]]:
     """Readings (at most two) of `values` as sizes and strides of `count` row-major parameters.
 
-    Raises Mismatch if there is none."""
+    Raises Mismatch if none exists."""
     n = len(values)
     if n % 2 or count < 1 or count > n // 2 or any(not 0 <= v < 1 << 48 for v in values):
         raise Mismatch(f"{n} numbers are not sizes and strides of {count} parameters")

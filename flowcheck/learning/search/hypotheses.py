@@ -3,7 +3,7 @@
     proposals(connections, bootstrap, log, hints) -> groups of hypotheses
         manifest           flows and rings are given
         bootstrap          every connection is named; the ring is known as far as its edges are
-        traffic alone      ranks.py: clear-to-send tags, logs, QP order, who sends to whom
+        traffic alone      ranks.py: clear-to-send tags, logs, QP order, which rank sends to which
     variants(groups, log, hints)  -> each in every NCCL version, number of channels and algorithm that is possible
 
 What cannot be known is several hypotheses, which the messages then decide between, or not. Versions: the form of the
@@ -151,7 +151,7 @@ def _addresses(placed: Sequence[PlacedConnection]) -> dict[str, int]:
 
 
 def _agree(hypothesis: Hypothesis, hints: Hints) -> None:
-    """--rank beside a bootstrap can only say the same."""
+    """--rank with a bootstrap can only say the same."""
     known = _addresses(hypothesis.connections)
     for address, rank in hints.ranks.items():
         if known.get(address) != rank:

@@ -79,7 +79,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An assumed structure of one communicator. Proposed as who talks to whom, then tried in variants.
+    """An assumed structure of one communicator. Proposed as which rank talks to which, then tried in variants.
 
     group: hypotheses of the same connections have one number; proposal: variants of one proposal have one number.
     rings: one for all channels or one each, rank 0 first. source: "job", "bootstrap" or "traffic". connected: connected
@@ -140,7 +140,7 @@ class Observed:
 
 
 def tree_number(channels: int, channel: int) -> int:
-    """Tree of a channel. With an odd number of channels it cannot be told (parser.trees): then any, for the sizes are
+    """Tree of a channel. With an odd number of channels it does not show (parser.trees): then any, for the sizes are
     those of the other one."""
     return tree_of(channels + (channels > 1 and channels % 2), channel)
 

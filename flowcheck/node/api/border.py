@@ -34,7 +34,7 @@ class ApiSettings(Settings):
     """keys: by key, the roles that show it. tls: certificate and its key. node: its name. replicas, checkpoints,
     copies: where versions lie; copies None: there are none. reserved: slots that others read. follows: jobs. shadow:
     checksums that must have matched. shown: the key that it proves to others. names: that others may call it. limits:
-    of connections. socket, board: descriptors; board -1: there is none."""
+    of connections. socket, board: descriptors; board -1: without one."""
 
     keys: Keys
     tls: tuple[Path, Path] | None

@@ -114,7 +114,7 @@ def key_in(shown: bytes) -> bytes:
 
 
 def _proof(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """An Authorization header that proves a key, "": there is none."""
+    """An Authorization header that proves a key, "": it proves none."""
     given = [value for name, value in headers if name == b"authorization"]
     return given[0].decode("latin-1") if len(given) == 1 and given[0].startswith(SCHEME.encode()) else ""
 

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from flowcheck.node.status.board import Glance
 from flowcheck.node.status.metrics import exposition
 
-__all__ = ["PAGE", "PATHS", "Told"]
+__all__ = ["PAGE", "PATHS", "NodeRoutes"]
 
 PAGE = "/"
 PATHS = (PAGE, "/metrics", "/v1/node")
@@ -36,7 +36,7 @@ SEND_SECONDS = 10.0  # that a viewer may take for one of them
 _UNSAID = {"why": "the node has said nothing so far"}
 
 
-class Told:
+class NodeRoutes:
     """glance: at the node's board; None: it has none."""
 
     def __init__(self, glance: Glance | None) -> None:

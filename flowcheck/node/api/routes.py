@@ -50,7 +50,7 @@ from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.allocator import give_back
 from flowcheck.node.api.description import describe
 from flowcheck.node.api.guard import OPEN, VERSIONS, Guard, Keys, current
-from flowcheck.node.api.node_routes import Told
+from flowcheck.node.api.node_routes import NodeRoutes
 from flowcheck.node.api.sending import FromMemory
 from flowcheck.node.protect.parity_shelf import ROW, StreamShelf
 from flowcheck.node.status.board import Glance
@@ -104,7 +104,7 @@ class _Api:
                 Route(f"{versions}/user/{{rank}}", self._user),
                 Route(PIECES, self._pieces),
                 Route(f"{PIECES}/{{id}}/{STREAM}", self._file),
-                *Told(glance).routes,
+                *NodeRoutes(glance).routes,
             ],
             exception_handlers={
                 HTTPException: _no_route,
@@ -300,7 +300,7 @@ def _refused(task: asyncio.Future[Any]) -> bool:
 
 
 def span_of(header: str | None, size: int) -> tuple[int, int] | None:
-    """First byte and the one after the last that a `Range` asks for; None: there is no such part. One range alone."""
+    """First byte and the one after the last that a `Range` asks for; None: no such part is there. One range alone."""
     if header is None:
         return 0, size
     named = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())

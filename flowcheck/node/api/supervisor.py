@@ -75,7 +75,7 @@ def _plain(keys: Mapping[str, list[str]]) -> dict[str, tuple[str, ...]]:
 
 
 def _parity(config: NodeConfig) -> Parity | None:
-    """Of a holder of parity: where it lies, and whom it asks for the other streams."""
+    """Of a holder of parity: where it lies, and which nodes it asks for the other streams."""
     protect, member = config.protect, config.member
     if protect is None or protect.code is None or config.parity is None or config.placement is None:
         return None

@@ -4,7 +4,7 @@ stdin: one line of JSON, its settings; then a line each time keys or certificate
 No DPDK, nothing of the capture: files, and what the node puts on its board.
 
 A client has so long to ask, to take what it asked for, and to shake hands; the node's other readers get its place. Who
-is let in at all, and who goes for whom: doors/http_door.py. stdout: signs of life, with how many are connected.
+is let in at all, and who makes room for others: doors/http_door.py. stdout: signs of life, with how many are connected.
 """
 
 from __future__ import annotations

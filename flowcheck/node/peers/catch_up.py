@@ -86,7 +86,7 @@ class CatchUp:
             self.close()
         elif search is None:
             yield from self._begin(joining)
-        elif search.told:
+        elif search.placed:
             yield from self._await(joining, search)
         elif search.over:
             yield from self._give_up(joining, search)
@@ -179,7 +179,7 @@ def _words(error: FlowcheckError | UpdaterError) -> str:
 
 
 class _Search:
-    """One attempt: the thread, and what it shows. wishes: the version that it would take, from `source`; told: where
+    """One attempt: the thread, and what it shows. wishes: the version that it would take, from `source`; placed: where
     to. A wish that is refused becomes None, and another one is looked for. failed: why nothing came of peers. over: it
     has ended; then version is the one that is whole, None: no version is. useful: least and greatest step, as the
     group's thread knows them."""
@@ -189,7 +189,7 @@ class _Search:
     ) -> None:
         self._nodes, self._shard, self._start, self.useful = nodes, shard, start, useful
         self.failed = {name: f"not asked: {why}" for name, why in left_out.items()}
-        self.source, self.over, self.told = "", False, False
+        self.source, self.over, self.placed = "", False, False
         self.wishes: Offer | None = None
         self.version: Version | None = None
         self._targets: Targets = {}
@@ -202,7 +202,7 @@ class _Search:
     # -- the group's thread --
 
     def tell(self, targets: Targets, rounding: str) -> None:
-        self._targets, self._rounding, self.told = targets, rounding, True
+        self._targets, self._rounding, self.placed = targets, rounding, True
         self._answered.set()
 
     def refuse(self) -> None:

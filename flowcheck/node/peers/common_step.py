@@ -155,9 +155,9 @@ class Common:
                     del self._nodes[next(iter(self._nodes))]
                 if before is None or before.have != have:
                     self._bump()
-        return self.told()
+        return self.steps_now()
 
-    def told(self) -> Steps:
+    def steps_now(self) -> Steps:
         with self._changed:
             have = [[*one.run, name, list(one.steps)] for name, one in self._groups.items() if one.steps]
         numbered = [[*one] for one in self.starts.said()]

@@ -79,7 +79,7 @@ class _Neighbour:
         while not self._ended.is_set():
             try:
                 link = self._link or self._connect()
-                link.send(self._common.told(), seconds=self._seconds)
+                link.send(self._common.steps_now(), seconds=self._seconds)
                 self._common.hear(self._answer(link), self.name)
             except (FlowcheckError, OSError) as error:
                 self._let_go()

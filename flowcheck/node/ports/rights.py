@@ -8,7 +8,7 @@
 Capabilities belong to a thread, and a thread begins with those of the thread that starts it. Libraries start threads as
 soon as they are imported, DPDK does when it is initialised, and no thread can take anything away from another. So the
 process's first act is to start a thread that keeps the capabilities, and to drop all of them in the main thread: what
-is started later has none, and neither have the processes that it starts. From then on root is a user to whom files
+is started later has none, and neither have the processes that it starts. From then on root is a user for which files
 belong, and who may open what is another's no more. Where he starts a program that is another's, or takes settings of
 his, in a home that nobody else may enter, CAP_DAC_OVERRIDE stays: without it not even the program could be read on.
 
@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["KEPT", "NEEDED", "Rights", "set_aside"]
 
@@ -48,6 +48,7 @@ _VERSION_3 = 0x20080522
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 23, 24, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 _Made = TypeVar("_Made")
+_Given = ParamSpec("_Given")
 LOOK_SECONDS = 0.1  # of the main thread, for signals, while another one opens a port
 
 
@@ -72,7 +73,7 @@ class Rights:
         if self._holder is not None:
             self._holder.call(_limit, needed)
 
-    def call(self, function: Callable[..., _Made], *given: Any, **named: Any) -> _Made:
+    def call(self, function: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs) -> _Made:
         """On the thread that holds the rights; on this one where no thread does."""
         return self._holder.call(function, *given, **named) if self._holder is not None else function(*given, **named)
 
@@ -103,7 +104,7 @@ class _Holder(threading.Thread):
                 future.set_exception(error)
             del one, future, function  # nothing that was opened lives on in here
 
-    def call(self, function: Callable[..., _Made], *given: Any, **named: Any) -> _Made:
+    def call(self, function: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs) -> _Made:
         future: Future[_Made] = Future()
         self._calls.put((future, lambda: function(*given, **named)))
         try:

@@ -67,7 +67,7 @@ def table(*events: type[Event]) -> dict[str, type[Event]]:
 
 
 def read_event(events: Mapping[str, type[Event]], line: bytes) -> Event | None:
-    """None: it is none of these, but what a library prints, say."""
+    """None: it is something else, such as what a library prints."""
     try:
         said = json.loads(line)
         return events[said["event"]].model_validate(said)

@@ -2,7 +2,7 @@
 
     Member.of(name, text), Have.of(text), Decided.of(text)
 
-Whoever may write to the registry may have written anything: a text that is none of these is as if it were not there.
+Whoever may write to the registry may have written anything: any other text is as if it were not there.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Parity:
 class Recovery:
     """A loss of members, from the decision that names it to the one that ends it.
 
-    number: epoch of the first of these decisions. lost: whose places nobody has taken. asked: of these, for whom the
-    operator's command has succeeded. shards: that lost members followed. void: of these, those of which nobody has
+    number: epoch of the first of these decisions. lost: whose places nobody has taken. asked: of these, those for which
+    the operator's command has succeeded. shards: that lost members followed. void: of these, those of which nobody has
     anything any more. steps: of each run the step that copies of all its shards have in common; those stay."""
 
     number: int

@@ -232,7 +232,7 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__} {getattr(error, 'detail_text', None) or error}"[:MOST_SAID]
 
 
-def _bounded(response: requests.Response, *_: Any, **__: Any) -> None:
+def _bounded(response: requests.Response, **_: Any) -> None:
     """requests itself would take whatever comes."""
     import requests
 

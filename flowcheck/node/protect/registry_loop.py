@@ -41,9 +41,9 @@ def sit(
     node: Callable[[tuple[str, int]], NodeClient], keys: Callable[[], Sequence[bytes]], say: Callable[..., None],
     ending: threading.Event,
 ) -> None:
-    """held(): copies that are whole. streams(): of parity, those that are. take(sources, steps, part): whom to copy
-    from, of which step of each run no copy and no parity may go, and what is done for parity. node(address): asks it.
-    keys(): as of signing.Signed."""
+    """held(): copies that are whole. streams(): of parity, those that are. take(sources, steps, part): which nodes to
+    copy from, of which step of each run no copy and no parity may go, and what is done for parity. node(address): asks
+    it. keys(): as of signing.Signed."""
     cluster, code = settings.cluster, settings.code
     member = Member(settings.site, settings.address, settings.follows, settings.standby, code is not None)
     operator = Operator(settings.replace, cluster, say) if settings.replace else None

@@ -219,7 +219,7 @@ class Seat:
             return replace(decided, epoch=epoch, recovery=frozen(decided, gone, haves, self._last, first))
         if recovery is not None and lost and waited < self._patience:
             return None
-        return self._anew(active, haves, epoch)
+        return self._from_nothing(active, haves, epoch)
 
     def _parity(self, members: Mapping[str, Member], haves: Mapping[str, Have]) -> Parity | str | None:
         """As it is to be with these members; text: why there can be none, or no other one than there is."""
@@ -280,7 +280,7 @@ class Seat:
         asked = tuple(name for name in recovery.asked if name in left)
         return Decided(epoch, known, holders, replace(recovery, lost=tuple(left), asked=asked), parity)
 
-    def _anew(self, members: Mapping[str, Member], haves: Mapping[str, Have], epoch: int) -> Decided | None:
+    def _from_nothing(self, members: Mapping[str, Member], haves: Mapping[str, Have], epoch: int) -> Decided | None:
         names = sorted(members)
         if not names:
             return None

@@ -6,7 +6,7 @@
       -> questions and their answers (report.py) -> text or JSON
 
 Without jobs all of the time is for the first look; with them each has a half, because a ring has one reader. The job's
-packets take the way that they take in a node: plan, engine, arenas, evidence, verdict (groups/session.py). There is no
+packets take the way that they take in a node: plan, engine, arenas, evidence, verdict (groups/session.py). It has no
 replica, and nobody is asked for anything: no control port, no trainer, no file is opened but the settings and the jobs,
 and nothing is written, sent or remembered.
 

@@ -1,7 +1,7 @@
 """What a node says of itself: its tally and the counters of its captures, put on the board a few times a second.
 
     writer = BoardWriter(config, planned, sources, port, connected)
-    say = writer.tally.beside(say)
+    say = writer.tally.counting(say)
     writer.look()                           again and again, on the node's main thread; costs a millisecond
 
 Nothing is asked of the threads that capture, place or follow: the former count in memory that everybody may read, and

@@ -1,6 +1,6 @@
 """What a node counts of itself: sums over its events, for metrics and the status page.
 
-    tally = Tally(name);  say = tally.beside(say)     every event goes on as before, and is counted
+    tally = Tally(name);  say = tally.counting(say)     every event goes on as before, and is counted
     tally.document()                                  all of it, as plain data: docs/reference/metrics.md has the units
 
 Counting an event takes microseconds on the thread that says it, and keeps a bounded number of rows: the last ROWS
@@ -49,7 +49,7 @@ class Tally:
         self._wrong = Wrong()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
 
-    def beside(self, say: Callable[..., None]) -> Callable[..., None]:
+    def counting(self, say: Callable[..., None]) -> Callable[..., None]:
         """say, and count; also what an Events says by itself."""
 
         def count(event: str, fields: Mapping[str, Any]) -> None:

@@ -263,7 +263,7 @@ METRICS: tuple[Kind, ...] = (
 )
 
 
-class _Told(Collector):
+class _OfBoard(Collector):
     def __init__(self, document: Document) -> None:
         self._document = document
 
@@ -275,6 +275,6 @@ class _Told(Collector):
 def exposition(document: Document, accept: str) -> tuple[bytes, str]:
     """The metrics as text, and its content type. document: of a BoardWriter."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Told(document))
+    registry.register(_OfBoard(document))
     encode, kind = choose_encoder(accept)
     return encode(registry), kind

@@ -13,7 +13,7 @@ __all__ = ["EVENTS", "PROGRAM", "StoreSettings", "Unstored"]
 
 class StoreSettings(Settings):
     """node: its name. replicas: where its replica files lie. probe: only whether the store can be used. token_file: of
-    nodes, None: there is none. readable_by: as of Output."""
+    nodes, None: without one. readable_by: as of Output."""
 
     node: str
     replicas: Path

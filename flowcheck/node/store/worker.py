@@ -314,7 +314,7 @@ def main() -> int:
 
 
 def _vouch(token_file: Path | None, run_id: str, epoch: int) -> str:
-    """With the nodes' token as its file is now; "": there is none, or it cannot be read just now."""
+    """With the nodes' token as its file is now; "": it has none, or it cannot be read just now."""
     with contextlib.suppress(FlowcheckError):
         if token_file is not None:
             return voucher(node_key(read_token(token_file).encode()), run_id, epoch)

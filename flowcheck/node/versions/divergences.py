@@ -11,8 +11,8 @@
     notices.all                               of all groups of that node, as of now
 
 A mismatch says that something is wrong since the last match, and not since when. So all versions between are withdrawn:
-the replica's slots at once (updater/replica.py:withdraw), and whoever reads other tiers is told by a file beside the
-replica, flowcheck-NODE-GROUP.diverged. It is one small file whatever the number of versions, and it is there before
+the replica's slots at once (updater/replica.py:withdraw), and whoever reads other tiers learns it from a file next to
+the replica, flowcheck-NODE-GROUP.diverged. It is one small file whatever the number of versions, and it is there before
 anything else is done about them. Where another user has put something of that name, which this one may not remove, the
 file's name goes on with eight digits that nobody could guess (`.diverged-9f3a12c4`).
 
@@ -69,7 +69,7 @@ class Divergences:
         self._refused: dict[tuple[Run, str], str] = {}
 
     def begins(self, run: Run, job: Job, step: int, start: str, own_id: str = "") -> None:
-        """start: of its trainers, as of ReplicaOptions.start: one that is joined anew, here or in a later process, is
+        """start: of its trainers, as of ReplicaOptions.start: one that is joined again, here or in a later process, is
         the same. /N: one that has no name, the Nth of this process. own_id: of a run that has no name."""
         key = run, "" if run[0] else own_id
         if key != self._run or (job.run_id, job.epoch) != self._job:

@@ -45,7 +45,7 @@ Vouch = Callable[[str, int], str]  # of tokens.Access
 
 
 class Gone(FlowcheckError):
-    """There is no such version, or no longer."""
+    """The version does not exist, or not any more."""
 
     exit_code = 3
 

@@ -128,8 +128,8 @@ class Shelf:
 
 
 class MemoryShelf(Shelf):
-    """directory: `replica.directory` of the node of this name. reserved: slots that others may pin beside it. vouch:
-    gives Version.attached."""
+    """directory: `replica.directory` of the node of this name. reserved: slots that others may pin at the same time.
+    vouch: gives Version.attached."""
 
     piece = 16 << 20  # which is no copy; each costs a turn of two threads
 

@@ -6,7 +6,7 @@ killed, a job that was started again) stay readable (updater/reader.py): the goo
 its own that is verified, and on disk if the settings ask for that (`settle`). Good is what was verified; where
 nothing was, the newest file and the one that is furthest. So a job that dies over and over before its first
 verification takes the memory of three replicas and not of one per start, and of one more in shadow mode (shadow.py),
-where the newest file of which versions are offered is good, too. What ranks gave of themselves lies beside a
+where the newest file of which versions are offered is good, too. What ranks gave of themselves lies next to a
 replica (user_states.py), and goes with it. It may be there before its replica has a file: a name is not given out again
 where only that is left of it, or versions of a new start would have what ranks gave in the one before.
 """
@@ -147,7 +147,7 @@ class ReplicaFiles:
         return [kept for kept in others if kept.path not in good]
 
     def _remove_orphans(self) -> None:
-        """What ranks gave beside a replica that never had a version."""
+        """What ranks gave with a replica that never had a version."""
         for folder in self._directory.glob(f"{self._prefix}*.user"):
             of = folder.with_suffix(".replica")
             if self._number_of(folder) >= 0 and of != self._named and not of.exists() and not _not_mine(folder):

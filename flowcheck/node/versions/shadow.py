@@ -10,7 +10,7 @@ count is of a run, so it outlives a loss and the next start of the job here, and
 written with each version (updater/remarks.py, and the manifests of checkpoints), so whoever reads one decides from the
 version alone, in whatever process, and also of one that an earlier node left.
 
-`needs` 0 is no shadow mode: also versions that nothing was compared with are offered.
+`needs` 0 is not shadow mode: also versions that nothing was compared with are offered.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     given = starts.decide(coming, seen)             its epoch, for all groups of that start alike
     starts.said(), starts.hear(node, have)          what nodes tell each other of that, among steps (common_step.py)
 
-A start that goes on from an older version under the same run and epoch makes steps anew that lie here already. Both
+A start that goes on from an older version under the same run and epoch makes steps again that lie here already. Both
 lines in one epoch would share folders, and whoever asks for the newest step would be given the line that was left. So
 a start whose first step is at or below a step of another start gets the epoch after that one's; so does one that says
 an older epoch than the newest that is here. A start that was numbered once keeps its number: this process remembers

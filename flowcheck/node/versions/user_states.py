@@ -1,4 +1,4 @@
-"""What ranks give of themselves, beside the versions that it belongs to: a small file for each rank and step.
+"""What ranks give of themselves, next to the versions that it belongs to: a small file for each rank and step.
 
     states = UserStates(say)
     states.put(replica, step, rank, data)          the group's thread: never waits

@@ -32,7 +32,7 @@ PlotOption = Annotated[
 def publish(answer: Answer, as_json: bool = False, plot: Path | None = None) -> int:
     """Prints, draws if asked to, and returns the exit status: 0 if what was asked for holds, else 1.
 
-    Raises EnvironmentProblem where the picture cannot be drawn or written, UserError for a name that is no picture's.
+    Raises EnvironmentProblem where the picture cannot be drawn or written, UserError for a name of no picture.
     """
     if plot is not None:
         from flowcheck.plan.answers.plots import save

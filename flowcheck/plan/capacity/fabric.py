@@ -58,7 +58,7 @@ class Fabric:
 
 
 def fabric_of(file: Path, ranks: int, groups: int) -> Fabric:
-    """Raises UserError for a file that is no topology, a plan that cannot be, and groups that are not the job's."""
+    """Raises UserError for a file without a topology, a plan that cannot be, and groups that are not the job's."""
     planner, schema, errors = _planner("--topology")
     try:
         topology = schema.Topology.load(file)

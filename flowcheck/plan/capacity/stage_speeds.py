@@ -5,7 +5,7 @@
 
 flows: whose packets come to a placing thread in turns. The fewer there are, the better a processor foresees what comes
 next; most of all where copies are compared. bench has rows of 16 flows, and of 4 for where there are no more.
-pages: where versions lie. "shared" is /dev/shm, in pages of 4 KB; "huge" is hugetlbfs, or a kernel that is told to give
+pages: where versions lie. "shared" is /dev/shm, in pages of 4 KB; "huge" is hugetlbfs, or a kernel that is set to give
 shared memory in large pages. An update takes longer in small ones.
 
 Raises UserError naming the file and the row that is not there. Any thread.

@@ -47,7 +47,7 @@ WHOLE = {"gpus", "gpus_per_server", "data_parallel", "simultaneous", "replicas",
 
 
 def given(asked: ClusterOptions) -> dict[str, Value]:
-    """Options and --set together, by DEFAULTS' names. Raises UserError for an unknown name or what is no number."""
+    """Options and --set together, by DEFAULTS' names. Raises UserError for an unknown name or what is not a number."""
     values: dict[str, Value] = {name: getattr(asked, name) for name in OPTIONS}
     for setting in asked.settings or []:
         name, equals, text = setting.partition("=")

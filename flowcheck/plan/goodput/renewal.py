@@ -93,7 +93,7 @@ def effective_share(rhythm: Rhythm, rate: float) -> float:
     """Useful training per second of the wall clock, in (0, 1]. rate: failures per second, >= 0; 0 gives work / length.
 
     Source: the module's derivation; Daly's complete model where lag, skipped and lost are 0.
-    Raises UserError if rate is no rate.
+    Raises UserError if rate is not a rate.
     """
     if not (math.isfinite(rate) and rate >= 0):
         raise UserError(f"{rate} is not a rate of failures", where="failures", remedy="give failures >= 0")

@@ -37,7 +37,7 @@ class System:
     survives: from the servers (numbered from 0) in the order in which they form groups, a function of the servers that
     are lost: can it recover from its own copies?
     group: neighbours in that order that form one group, 1: there are no groups.
-    nodes: machines beside the trainers' servers. base_lost: the part of rhythm.lost that no loss of servers explains
+    nodes: machines besides the trainers' servers. base_lost: the part of rhythm.lost that no loss of servers explains
     (checkpoint nodes that are away).
     """
 
@@ -135,7 +135,7 @@ def _disk(cluster: Cluster, interval: float | None) -> System:
 
 
 def _checkfreq(cluster: Cluster, interval: float | None) -> System:
-    """Two phases: training stops while devices copy into host memory, then storage is written beside training.
+    """Two phases: training stops while devices copy into host memory, then storage is written during training.
 
     CheckFreq (FAST'21). One checkpoint is on its way at a time, so the interval is at least what storage takes.
     """
@@ -174,7 +174,7 @@ def _eccheck(cluster: Cluster) -> System:
 
 
 def _reft(cluster: Cluster) -> System:
-    """Snapshots beside computation, XOR within sharding groups without network; one loss per group. REFT (HAS, AEC)."""
+    """Snapshots during computation, XOR within sharding groups without network; one loss per group. REFT (HAS, AEC)."""
     snapshot = cluster.state / cluster.job.gpus / cluster.speeds.device
     survived = beyond_most(cluster.servers, cluster.memory.reft_group, 1, cluster.failures.simultaneous)
     return System(

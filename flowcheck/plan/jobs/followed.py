@@ -2,7 +2,7 @@
 
     followed(Asking(layout="fsdp2", ...))       -> Followed(can=False, why="...", instead="...")
 
-Pure function; no figure of capacity means anything where the answer is no.
+Pure function; no figure of capacity means anything where the job is not followed.
 """
 
 from __future__ import annotations

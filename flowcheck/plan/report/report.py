@@ -82,7 +82,7 @@ def _numbers(grid: Grid, column: int) -> bool:
 
 
 def check_name(file: Path) -> None:
-    """Raises UserError for a name that is no page's, before anything is computed for it."""
+    """Raises UserError for a name of no page, before anything is computed for it."""
     need(file.suffix.lower() in (".html", ".htm"), "is not a name of a page", str(file), "a name that ends in .html")
 
 

@@ -33,7 +33,7 @@ class Burst:
         return max(0.0, self.peak_gbps - room_gbps) * self.seconds * 1e9 / 8 / 1e6
 
     def lost(self, room_gbps: float, buffer_mb: float) -> float:
-        """Share of the copies for which there is no room. buffer_mb: that the switch gives to all of them together."""
+        """Share of the copies that find no room. buffer_mb: that the switch gives to all of them together."""
         if self.mean_gbps > room_gbps:  # never empty
             return 1 - room_gbps / self.mean_gbps
         sent = self.peak_gbps * self.seconds * 1e9 / 8 / 1e6

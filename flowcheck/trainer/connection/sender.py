@@ -11,9 +11,9 @@ the GIL from the one that launches kernels (outlet.py), or where that cannot be 
 far as the socket takes it. All else is queued.
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
-`lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
-that is gone is tried again after a second, then after longer pauses, for ever. So is one that welcomes a rank and then
-refuses what it sends; what it says each time again is said once (reasons.py). Threads are daemons, so that nothing
+`lost` counts it, and the next connection starts from nothing (the node then misses records, and asks for a state). A
+node that is gone is tried again after a second, then after longer pauses, for ever. So is one that welcomes a rank and
+then refuses what it sends; what it says each time again is said once (reasons.py). Threads are daemons, so that nothing
 here keeps a process alive. They end before the interpreter does, all the same: a thread that comes back from torch's
 C++ after that takes the whole process with it (SIGABRT), and a trainer that had done its work would have failed.
 """
@@ -115,7 +115,7 @@ class Sender:
     def put(
         self, message: Any, tensors: Payload | None = None, asked_on: Link | None = None, fill: Fill | None = None
     ) -> bool:
-        """False: it will not be sent. Without a connection there is nobody to send to; that is no loss of ours. Nor is
+        """False: it will not be sent. Without a connection nobody can be sent to; that is not our loss. Nor is
         there with another connection than `asked_on`, if it is given. bytes: a user state, which is left out where
         USER_UNSENT of them wait already. fill: called with the message by the thread that sends it, before it does; it
         may wait for a device."""

@@ -329,7 +329,7 @@ class Watch:
 
     def again(self, iteration: int) -> str:
         """Call when an iteration after those is over. "": it called what they did. Otherwise what is odd about it: the
-        wire has no names, so from the odd call on nothing can be told apart, and `look` has to find the job anew.
+        wire has no names, so from the odd call on nothing can be distinguished, and `look` has to find the job again.
         Raises UserError where it could not: the history has grown too long."""
         mine, steady = self._new(), self._steady
         if mine == steady:
@@ -352,7 +352,7 @@ class Watch:
 
     def renew(self, described: Model, why: str) -> None:
         """Call after `again` has said "": the state is another than an iteration would have made it, or the job is
-        described otherwise. It is found anew by `look`, from the next iteration on. Raises UserError as `again`."""
+        described otherwise. It is found again by `look`, from the next iteration on. Raises UserError as `again`."""
         self._described, self.why = described, f"{why}; joined anew by the next iteration"
         self._check_history()
         self._seen = [*self._startup, *self._steady * self._steadies]

@@ -5,7 +5,7 @@
     extra_of(state, part)           out of that, as `set_extra_state` wants it: by entry
 
 It may be anything and of any size, each time another one: a tensor, bytes, None, an io.BytesIO (Transformer Engine), a
-dict. So it is no entry of a replica. Each rank gives it as a part of its own state, and gets it back with that. The
+dict. So it is not an entry of a replica. Each rank gives it as a part of its own state, and gets it back with that. The
 standard library.
 """
 

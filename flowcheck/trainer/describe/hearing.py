@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -29,6 +29,7 @@ _log = logging.getLogger("flowcheck")
 _CLIPPING = ((torch.nn.utils.clip_grad, "_clip_grads_with_norm_"), (torch.nn.utils, "clip_grads_with_norm_"))
 _UNSCALING = ((torch.amp.GradScaler, "unscale_"), (ShardedGradScaler, "unscale_"))
 _OWN_HOOKS = ((torch.distributed, "_register_builtin_comm_hook"),)
+_Given = ParamSpec("_Given")
 _Listener = tuple[Callable[..., None], Callable[..., None]]
 _listeners: dict[Any, list[_Listener]] = {_CLIPPING: [], _UNSCALING: [], _OWN_HOOKS: []}
 _originals: dict[Any, list[Any]] = {}  # of such places, while anybody listens
@@ -76,7 +77,7 @@ def own_hooks_heard(call: Callable[[Any], None]) -> Callable[[], None] | None:
 
     def heard(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def register(reducer: Any, *more: Any, **named: Any) -> Any:
+        def register(reducer: Any, *more: object, **named: object) -> Any:
             result = original(reducer, *more, **named)
             _tell(_OWN_HOOKS, 1, reducer)
             return result
@@ -136,7 +137,7 @@ def method_heard(
 
 def registrations_heard(call: Callable[[torch.nn.Module, str], None]) -> Callable[[], None]:
     """Of every module of this process; what torch calls for this costs nothing where nothing is registered. A buffer
-    that gets another tensor is no new one. Returns how to stop."""
+    that gets another tensor is not a new one. Returns how to stop."""
 
     def came(module: torch.nn.Module, name: str, _: object) -> None:
         _safely(call, module, name)
@@ -157,7 +158,7 @@ def registrations_heard(call: Callable[[torch.nn.Module, str], None]) -> Callabl
     return stop
 
 
-def _safely(call: Callable[..., None], *arguments: Any, **named: Any) -> None:
+def _safely(call: Callable[_Given, None], *arguments: _Given.args, **named: _Given.kwargs) -> None:
     try:
         call(*arguments, **named)
     except Exception:  # training goes on without us

@@ -48,8 +48,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stepped(value: torch.Tensor) -> bool:
-    """Does an optimizer that has it step it? A tensor that is no Parameter is somebody's main parameter, who sets its
-    gradient."""
+    """Does an optimizer that has it step it? A tensor that is not a Parameter is somebody's main parameter, who sets
+    its gradient."""
     return value.requires_grad or not isinstance(value, torch.nn.Parameter)
 
 

@@ -21,7 +21,7 @@ MOST_STEPS = 1 << 20  # looked at for a beta; by then 1 - 0.9999**step has long 
 def rounding_of(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
     """(rounding, torch version) of an optimizer of torch.optim. Raises UserError if no replica can equal it.
 
-    On a GPU torch takes foreach unless told otherwise, and a loop over single tensors rounds differently there;
+    On a GPU torch takes foreach unless set otherwise, and a loop over single tensors rounds differently there;
     on a CPU the two give the same bits.
     """
     _check_fused(optimizer)

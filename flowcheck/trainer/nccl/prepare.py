@@ -1,4 +1,4 @@
-"""What NCCL and torch have to be told before the first communicator, so that `attach` knows what they do.
+"""What NCCL and torch have to be set to before the first communicator, so that `attach` knows what they do.
 
     prepared = flowcheck.prepare()              before init_process_group, in every rank
     python -m flowcheck.run script.py ...       the same around a whole script (flowcheck/run.py)
@@ -49,7 +49,7 @@ class Prepared:
     """What `prepare` has done in this process.
 
     set: variables that it set, with their values. kept: those that were set already, and stay. problems: what is
-        missing for it, one sentence each. log: the path of NCCL's log of this process, "" if there is none to read.
+        missing for it, one sentence each. log: the path of NCCL's log of this process, "" if none can be read.
     history: NCCL's calls as the plugin sees them; None without the plugin.
     """
 

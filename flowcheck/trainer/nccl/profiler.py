@@ -6,7 +6,7 @@
     plugin.counts()                     how many were dropped, ...
 
 The plugin (src/nccl_profiler.c) keeps records in a ring in the memory of the process that NCCL runs in. Python opens
-the same file, and the dynamic loader gives it the same memory: there is no file or socket between them, and nothing to
+the same file, and the dynamic loader gives it the same memory: no file or socket is between them, and nothing to
 clean up. NCCL unloads a plugin with its last communicator; a Plugin keeps it, with what it saw.
 
 What each record is follows NCCL's sources (docs/use/nccl.md says which and what was run). torch is not needed; the

@@ -189,8 +189,8 @@ class Calls:
         return sorted(self._operations.get(call.serial, ()), key=lambda one: (one.channel, one.sends, one.serial))
 
     def iteration(self) -> list[dict[str, Any]]:
-        """Call at each boundary of iterations: what the one that has just ended called. Raises UserError if that is no
-        longer known whole, or has a call that no manifest can have."""
+        """Call at each boundary of iterations: what the one that has just ended called. Raises UserError if that is not
+        known whole any more, or has a call that no manifest can have."""
         found = [as_collective(call) for call in self.calls(self._marked)]
         self._marked = self._gone + len(self._calls)
         self._iterations = [*self._iterations[-1:], tuple(found)]

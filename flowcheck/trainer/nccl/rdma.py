@@ -151,7 +151,7 @@ def _entry(number: int, entry: object) -> KernelQueuePair:
 
 
 def addresses(root: Path = SYSFS) -> list[Gid]:
-    """RoCE v2 entries of the GID tables of all ports; [] where there is no RDMA device. Entries that are not set, or
+    """RoCE v2 entries of the GID tables of all ports; [] without an RDMA device. Entries that are not set, or
     cannot be read, are left out."""
     found = []
     for entry in sorted(root.glob("*/ports/*/gids/*")):

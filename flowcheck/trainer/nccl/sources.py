@@ -63,7 +63,7 @@ def sources_of(
 
 
 def pointer_of(group: dist.ProcessGroup) -> int:
-    """NCCL's communicator of the group, as NCCL's log names it; 0: there is none yet on this thread's device, or this
+    """NCCL's communicator of the group, as NCCL's log names it; 0: none exists yet on this thread's device, or this
     torch does not say (before 2.9)."""
     try:
         return int(group._get_backend(torch.device("cuda"))._comm_ptr())  # type: ignore[attr-defined]

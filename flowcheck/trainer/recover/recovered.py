@@ -29,7 +29,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, repr=False)
 class Recovered:
-    """A version to go on from; false where there is none: the job starts fresh.
+    """A version to go on from; false without one: the job starts fresh.
 
     step: updates that it has seen, and so the number of the next iteration; 0 of a fresh start.
     epoch: for `attach`: one more than the newest that the nodes have of the run; 0 where they have nothing of it.

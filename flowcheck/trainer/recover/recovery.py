@@ -10,7 +10,7 @@
     attachment = flowcheck.attach(..., epoch=recovered.epoch, iteration=recovered.step)
 
 Where torch.distributed is up, all ranks call it and take one step: the newest that each of them can have (of its own
-shard). They agree beside the training network (together.py). If one rank finds that step bad at every source, or two
+shard). They agree outside the training network (together.py). If one rank finds that step bad at every source, or two
 ranks of a shard were given different versions of it, it is bad for all, and they take the next one.
 Torch and the standard library only.
 """

@@ -61,7 +61,7 @@ class _Alone:
 
 class _Together:
     """The store may be older than these processes, and have what those before them said: torchrun's agent keeps it when
-    it starts ranks anew. So rank 0 begins a session of a new name, and another rank goes on in it only when rank 0 has
+    it starts ranks again. So rank 0 begins a session of a new name, and another rank goes on in it only when rank 0 has
     shown there the number that this rank has just made up.
     """
 

@@ -32,6 +32,7 @@ from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.api.worker import serve, server_of
 from flowcheck.node.config.load import load
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.doors import http_door
 from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.groups.control import ControlServer
 from flowcheck.node.groups.inbox import Inbox
@@ -440,6 +441,7 @@ def test_clients_that_ask_slowly_are_let_go(monkeypatch: pytest.MonkeyPatch, tmp
     """Nothing, half a request, a byte now and then, a body without an end: none keeps its place."""
     monkeypatch.setattr(answering, "ASK_SECONDS", 0.5)
     monkeypatch.setattr(answering, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(http_door, "HANDSHAKE_SECONDS", 0.5)
     issued = issue(tmp_path)
     tls = (lambda *_: server_context(issued.cert, issued.key)) if secure else None
     with answering_here(make_app({"memory": Empty()}, "k"), tls) as address, contextlib.ExitStack() as open_:

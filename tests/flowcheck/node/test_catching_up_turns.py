@@ -97,7 +97,7 @@ class Turns:
     def fails(self, why: str = "", name: str = NAMES[0]) -> list[Event]:
         """A version of that peer is taken, and does not come."""
         self.wish(name=name)
-        assert self.look() == [] and self.search.told
+        assert self.look() == [] and self.search.placed
         if why:
             self.search.failed[name] = why
         self.search.over = True
@@ -220,7 +220,7 @@ def test_what_is_of_use_is_told_as_it_changes(turns: Turns) -> None:
 def test_a_version_of_use_is_taken_and_another_one_refused(turns: Turns, step: int, held: bool) -> None:
     turns.begin()
     search = turns.wish(step)
-    assert turns.look() == [] and search.told == held and search._answered.is_set()
+    assert turns.look() == [] and search.placed == held and search._answered.is_set()
     assert turns.joining.did == ([step] if held else []) and (search.wishes is None) != held
 
 
@@ -228,10 +228,10 @@ def test_a_version_is_not_taken_while_another_one_is_built(turns: Turns) -> None
     turns.begin()
     search = turns.wish()
     turns.joining.chain.builds = True
-    assert turns.look() == [] and not search.told and turns.joining.did == [] and not search._answered.is_set()
+    assert turns.look() == [] and not search.placed and turns.joining.did == [] and not search._answered.is_set()
     assert turns.look(10_000.0) == [] and turns.catching.busy, "nobody is late"
     turns.joining.chain.builds = False
-    assert turns.look() == [] and search.told
+    assert turns.look() == [] and search.placed
 
 
 def test_where_a_version_goes(turns: Turns) -> None:

@@ -261,8 +261,8 @@ def test_a_node_says_what_all_its_groups_have() -> None:
     said = scene.hear()
     assert sorted(said.have) == [("run", 2, "s0", [6, 7]), ("x", 0, "s1", [5, 6])] and said.name == "a"
     scene.common.gone("s1")
-    assert scene.common.told().have == [("run", 2, "s0", [6, 7])]
-    assert scene.common.hear(scene.common.told(), "itself") == scene.common.told() and scene.order(6, 7) == ()
+    assert scene.common.steps_now().have == [("run", 2, "s0", [6, 7])]
+    assert scene.common.hear(scene.common.steps_now(), "itself") == scene.common.steps_now() and scene.order(6, 7) == ()
 
 
 def test_who_tells_others_is_woken_by_what_is_new_here_and_by_nothing_else() -> None:

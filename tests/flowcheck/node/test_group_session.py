@@ -651,16 +651,16 @@ def test_what_other_groups_have_decides_which_slots_are_reused_last(scene) -> No
     assert turn()[2:] == [(5, 6, 7)] and turn()[2:] == [(5, 6, 7)]
     at.session.replica.steps = [5, 7, 8]
     assert turn()[3:] == [(5, 7, 8)]
-    assert at.common.told().have == [("synth-0", 0, "s0", [5, 7, 8])]
+    assert at.common.steps_now().have == [("synth-0", 0, "s0", [5, 7, 8])]
     at.group.drop()
-    assert at.common.told().have == [], "nobody keeps anything for a group that has no versions"
+    assert at.common.steps_now().have == [], "nobody keeps anything for a group that has no versions"
 
 
 def test_a_session_without_a_replica_has_nothing(scene) -> None:
     at = scene(name="s0")
     at.follow()
     at.group.tick()
-    assert at.common.told().have == []
+    assert at.common.steps_now().have == []
 
 
 def test_the_loop_of_a_group_says_what_it_has(scene) -> None:
@@ -671,9 +671,9 @@ def test_the_loop_of_a_group_says_what_it_has(scene) -> None:
     assert heard.wait()[0] == "attached"
     at.session.replica = FakeReplica(9)
     seen = -1
-    while not at.common.told().have:
+    while not at.common.steps_now().have:
         seen = at.common.wait(seen, SECONDS)
-    assert at.common.told().have == [("synth-0", 0, "s0", [9])]
+    assert at.common.steps_now().have == [("synth-0", 0, "s0", [9])]
     at.group.stop()
 
 

@@ -117,9 +117,9 @@ def test_it_holds_what_the_source_had(start: Callable[..., NodeProcess], shm: Pa
 
 def test_a_pull_is_no_faster_than_it_may_be(start: Callable[..., NodeProcess]) -> None:
     """In the holder's own process. A busy machine only takes longer."""
-    with HandApi(HandVersion(3, {"w": [0.5] * 5_000_000})) as api:
+    with HandApi(HandVersion(3, {"w": [0.5] * 3_000_000})) as api:
         copied = start(api.name, mb_per_second=8).wait("copied")
-        assert copied["bytes"] > 20_000_000 and copied["seconds"] >= 2.0
+        assert copied["bytes"] > 12_000_000 and copied["seconds"] >= 1.2
 
 
 def test_its_metrics_are_there_although_it_has_no_port(tmp_path: Path) -> None:

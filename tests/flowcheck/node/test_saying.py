@@ -179,11 +179,11 @@ def test_what_it_says_by_itself_is_counted(capfd, tmp_path, early: bool) -> None
     """Also what it said before there was a tally: a disk may be bad from the start."""
     tally = Tally("n")
     with printed(capfd, path=tmp_path / "nowhere" / "status.json") as say:
-        counted = say if early else tally.beside(say)
+        counted = say if early else tally.counting(say)
         counted("lost", why="one")
         assert say.flush(SECONDS)
         if early:
-            tally.beside(say)
+            tally.counting(say)
     assert tally.document()["counts"]["problem"] == {"": 1}
     (told,) = [one["text"] for one in tally.document()["events"] if one["event"] == "problem"]
     assert "cannot be written" in told and "problem: why" in capfd.readouterr().out

@@ -124,12 +124,12 @@ def test_all_are_placed_anew(of: Of) -> None:
     """As many copies as there may be; what is lost is given up, and what it was is not forgotten."""
     seat = of(Decided(7, FOUR, PAIRS, LOST), replicas=3)
     there = {name: one for name, one in FOUR.items() if name in "bd"}
-    found = seat._anew(there, {}, 9)
+    found = seat._from_nothing(there, {}, 9)
     assert found == Decided(9, there, {"b": ("d",), "d": ("b",)}, Recovery(6, (), (), LOST.shards, (), LOST.steps))
-    assert of(Decided(7, FOUR, PAIRS))._anew(there, {}, 9) == Decided(9, there, {"b": ("d",), "d": ("b",)})
-    found = of(Decided(), replicas=3)._anew(FOUR, {}, 1)
+    assert of(Decided(7, FOUR, PAIRS))._from_nothing(there, {}, 9) == Decided(9, there, {"b": ("d",), "d": ("b",)})
+    found = of(Decided(), replicas=3)._from_nothing(FOUR, {}, 1)
     assert found is not None and {name: len(keep) for name, keep in found.holders.items()} == dict.fromkeys("abcd", 2)
-    assert of(Decided())._anew({}, {}, 1) is None
+    assert of(Decided())._from_nothing({}, {}, 1) is None
 
 
 def test_a_group_keeps_its_places_and_lets_the_lost_ones_go(of: Of) -> None:
@@ -138,10 +138,10 @@ def test_a_group_keeps_its_places_and_lets_the_lost_ones_go(of: Of) -> None:
     decided = Decided(7, FOUR, dict.fromkeys(FOUR, ()), LOST, group)
     there = {name: one for name, one in FOUR.items() if name in "bd"} | {"e": member("e", "l5", follows=False)}
     owns = {"b": Have(7, frozenset({("run", 0, "s1")}))}
-    found = of(decided, 1, (2, 2))._anew(there, owns, 9)
+    found = of(decided, 1, (2, 2))._from_nothing(there, owns, 9)
     assert found is not None and found.parity == Parity(("", "b"), ("e", "d"))
-    found = of(decided, 1)._anew(there, owns, 9)
+    found = of(decided, 1)._from_nothing(there, owns, 9)
     assert found is not None and found.parity == Parity(("", "b"), ("", "d"))
     two = owns | {"d": Have(7, frozenset({("another", 0, "s1")}))}  # there can be no group, and why was said
-    found = of(decided, 1, (2, 2))._anew(there, two, 9)
+    found = of(decided, 1, (2, 2))._from_nothing(there, two, 9)
     assert found is not None and found.parity == Parity(("", "b"), ("", "d"))

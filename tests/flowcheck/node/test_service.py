@@ -291,14 +291,14 @@ def test_a_withheld_record_makes_the_node_wait_and_say_so(start_node, attach, tr
 def test_a_record_is_waited_for_from_when_the_traffic_is_complete(start_node, attach, truth, lan) -> None:
     """An iteration may take longer than a record is waited for: gradients come while the backward pass goes on."""
     job = _job()
-    node, run = start_node(record_seconds=5.0), _run(truth, job, 2)
+    node, run = start_node(record_seconds=3.0), _run(truth, job, 2)
     trainer = attach(node, job)
     _join(trainer, run)
     made = run.traffic(2)
     run.advance(made)
     frames = [frame for _, frame in made.packets]
     lan.send(frames[: len(frames) // 2])
-    time.sleep(6.0)  # the first half is there, and nothing waits for a record yet
+    time.sleep(3.5)  # the first half is there, and nothing waits for a record yet
     assert not node.said("waiting")
     lan.send(frames[len(frames) // 2 :])
     assert node.wait("waiting")["iteration"] == 2

@@ -22,7 +22,7 @@ def group(made: Tally, name: str = "dp0") -> dict[str, Any]:
 def test_events_go_on_and_are_counted() -> None:
     said: list[Any] = []
     made = Tally("n")
-    say = made.beside(lambda event, **fields: said.append((event, fields)))
+    say = made.counting(lambda event, **fields: said.append((event, fields)))
     say("listening", control="a")
     say("waiting", name="dp0", iteration=3, why="w")
     say("waiting", name="dp1", iteration=3, why="w")
@@ -33,7 +33,7 @@ def test_events_go_on_and_are_counted() -> None:
 
 def test_a_fault_in_counting_ends_nothing_and_is_said_once() -> None:
     said: list[Any] = []
-    say = Tally("n").beside(lambda event, **fields: said.append((event, fields)))
+    say = Tally("n").counting(lambda event, **fields: said.append((event, fields)))
     for _ in range(3):
         say("iteration", name="dp0")  # without any of its fields
     assert [event for event, _ in said] == ["iteration", "problem", "iteration", "iteration"]
@@ -366,7 +366,7 @@ def test_a_document_is_of_its_node_and_its_moment() -> None:
 def test_what_standard_output_says_by_itself_is_counted_too(capfd: pytest.CaptureFixture[str]) -> None:
     made = Tally("n")
     with Events(False, None) as say:
-        made.beside(say)("listening")
+        made.counting(say)("listening")
         say._tell("events_dropped", count=3, why="w")
     assert made.document()["counts"] == {"listening": {"": 1}, "events_dropped": {"": 1}}
 

@@ -135,13 +135,13 @@ def test_a_node_without_a_version_takes_the_newer_number_of_another(scene: Any, 
     assert at.session.plan.job.epoch == 0
     there = Common("there", 60.0, 3, lambda *args, **more: None)
     there.number(Coming("synth-0", 0, 4, start(2).line), [Seen(0, 7, A)])
-    at.common.hear(there.told(), "there")
+    at.common.hear(there.steps_now(), "there")
     at.turn()
     assert at.session.plan.job.epoch == 1 and numbered(peer) == [1]
     at.give(peer, State(6), {"model.w": torch.zeros(1)})
     assert [message for message in peer.told if isinstance(message, Joined)]
     there.starts.decide(Coming("synth-0", 3, 4, start(2).line), [])
-    at.common.hear(there.told(), "there")
+    at.common.hear(there.steps_now(), "there")
     at.turn()
     assert at.session.plan.job.epoch == 1, "what has a version keeps its number"
 
@@ -150,7 +150,7 @@ def test_what_another_node_follows_counts_as_here(scene: Any) -> None:
     at = scene()
     there = Common("there", 60.0, 3, lambda *args, **more: None)
     there.order("", ("synth-0", 0), (6, 7))
-    at.common.hear(there.told(), "there")
+    at.common.hear(there.steps_now(), "there")
     follow(at, start(2, 4), 6)
     assert at.session.plan.job.epoch == 1
 
@@ -229,7 +229,7 @@ def test_never_a_version_of_a_line_that_was_left(
                 nodes[name].restart()
             if hear:
                 for one, other in itertools.permutations(nodes.values()):
-                    one.common.hear(other.common.told(), "")
+                    one.common.hear(other.common.steps_now(), "")
             newest = max((offer.step for node in nodes.values() for offer in node.offers()), default=0)
             epochs = [offer.epoch for node in nodes.values() for offer in node.offers()]
             said = 1 + max(epochs, default=-1) if given_epoch and hear else 0
