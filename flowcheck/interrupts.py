@@ -1,6 +1,8 @@
 """Signals that end a process: who hears them for a while, blocks that they wait for, and a start that they end in
 silence; and a reader of the output that has gone, of which SIGPIPE would tell."""
 
+import atexit
+import gc
 import importlib
 import os
 import signal
@@ -97,6 +99,7 @@ def unread() -> Iterator[None]:
 
 def command(module: str) -> None:
     """main() of a module. Ctrl-C while it is being imported ends the process, too, without a traceback."""
+    atexit.register(gc.freeze)  # the end of Python would look through all of torch for garbage, half a second long
     try:
         main = importlib.import_module(module).main
     except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -207,6 +208,7 @@ def _become(parent: int, order: Mapping[str, Any], descriptors: Sequence[int]) -
 def main() -> int:
     trainer: Any = importlib.import_module("lab.trainer")
     importlib.import_module("torch._dynamo")  # DistributedDataParallel loads it when it is made
+    gc.freeze()  # or each trainer looks through all of torch for garbage, in pages that it then has for itself
     status: int = trainer.main(_serve(socket.socket(fileno=int(sys.argv[1]))))
     return status
 

@@ -126,7 +126,9 @@ def _optimizer(name: str, options: Mapping[str, Any]) -> None:
     optimizer need not wait for."""
     import torch
 
-    getattr(torch.optim, _CLASSES[name])([torch.zeros(1)], **options)
+    made = getattr(torch.optim, _CLASSES[name])
+    # Adding a group loads torch's compiler, which takes another second and has nothing to say about options.
+    type(made.__name__, (made,), {"add_param_group": lambda self, group: None})([torch.zeros(1)], **options)
 
 
 def pack(name: str, options: Mapping[str, Any]) -> list[float]:

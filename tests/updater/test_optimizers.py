@@ -1,5 +1,7 @@
 """Which optimizers and options are taken: each option at the edges of its range, and each refusal in full."""
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -246,6 +248,14 @@ def test_errors_are_kinds_of_value_errors():
     for kind in (LayoutError, OptimizerError, ReplicaError):
         assert issubclass(kind, UpdaterError)
     assert not issubclass(ReplicaError, OptimizerError)
+
+
+def test_options_are_checked_without_torchs_compiler():
+    """It takes a second to load, and a node would pay that when its first job comes."""
+    code = ('import sys; from updater.optimizers import OptimizerSpec; '
+            'OptimizerSpec.check("adam", [(["a"], {"lr": 1})]); print("torch._dynamo" in sys.modules)')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_torch_and_we_know_the_same_options():

@@ -15,6 +15,8 @@ lines are: lines.py. It shares files with the node and nothing else.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import math
 import os
@@ -248,6 +250,7 @@ def orders(model: type[OrderT]) -> Iterator[OrderT]:
 
 def guarded(main: Callable[[], int]) -> int:
     """Its status. Where the machine has too little of something that is said in one line, and no fault of ours."""
+    atexit.register(gc.freeze)  # as a command's (flowcheck/interrupts.py)
     try:
         return main()
     except Exception as error:

@@ -48,7 +48,7 @@ class Source:
         self.said = JobText(self.body, run, first, digest_of(self.body, self.plan, run, self.clock))
         self.job.run_id = "run"
         self._random = np.random.default_rng(seed)
-        self.replica = JobReplica(self.plan, None, ReplicaOptions(4, path, 0, True))  # one read as a base, one as newest
+        self.replica = JobReplica(self.plan, None, ReplicaOptions(4, path, 0, True))  # a base is read
         made = torch.Generator().manual_seed(seed)
         self.replica.start({one.name: torch.randn(one.shape, generator=made).to(getattr(torch, one.dtype))
                             for one in self.job.model}, {}, first)
