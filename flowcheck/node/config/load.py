@@ -136,7 +136,7 @@ def _near(loc: Sequence[str | int]) -> str:
         tables["above all tables"] = [name for name in NodeConfig.model_fields if not _keys(name)]
     if elsewhere := [where for where, keys in tables.items() if key in keys]:
         return f"is not a key here, it is {elsewhere[0]}"
-    close = difflib.get_close_matches(key, {name for keys in tables.values() for name in keys}, 1)
+    close = difflib.get_close_matches(key, {name for keys in tables.values() for name in keys}, 1, 0.75)
     where = [where for where, keys in tables.items() if close and close[0] in keys]
     return f"is not a key: did you mean {close[0]}, {where[0]}?" if close else "is not a key"
 

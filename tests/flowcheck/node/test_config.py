@@ -105,56 +105,37 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     }
 
 
-def test_peers_have_addresses_and_their_iterations_take_arenas(tmp_path: Path) -> None:
+def test_others_have_addresses_and_iterations_for_peers_take_arenas(tmp_path: Path) -> None:
     alone = load(settings(tmp_path)).replica
     assert (alone.peer_addresses, alone.arenas, alone.regions) == ([], 4, 4)
-    keys = 'peer_iterations = 5\npeers = ["a:7070", "[::1]:65535"]'
-    found = load(settings(tmp_path, "[replica]", f"[replica]\n{keys}")).replica
-    assert found.peer_addresses == [("a", 7070), ("::1", 65535)]
-    assert (found.arenas, found.regions) == (4, 9)
-
-
-def test_a_node_is_none_of_the_others(tmp_path: Path) -> None:
-    path = settings(tmp_path, '"127.0.0.1:0"', '"127.0.0.1:7"')
-    good = path.read_text()
-    path.write_text(good + '[common]\nnodes = ["b:7", "[::1]:65535"]\n')
-    assert load(path).common.addresses == [("b", 7), ("::1", 65535)]
-    path.write_text(good + '[common]\nnodes = ["b:7", "127.0.0.1:07"]\n')
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:7 is this node itself: name the others") as refused:
-        load(path)
-    assert refused.value.where.startswith(f"{path}") and "common.nodes" in refused.value.where
-
-
-def test_nodes_that_are_told_need_a_token_of_peers(tmp_path: Path) -> None:
-    path = settings(tmp_path, 'token_file = "', 'token_file = "')
-    text = path.read_text().replace(f'token_file = "{tmp_path}/token"\n', "")
-    path.write_text(text + f'[tokens]\ntrainer = "{tmp_path}/token"\n[common]\nnodes = ["b:7"]\n')
-    with pytest.raises(UserError, match=r"is missing, and common\.nodes names nodes") as refused:
-        load(path)
-    assert "tokens.peer" in refused.value.where
-
-
-def test_a_node_is_no_peer_of_its_own(tmp_path: Path) -> None:
-    path = settings(tmp_path, '"127.0.0.1:0"', '"127.0.0.1:7"')
-    path.write_text(path.read_text().replace("[replica]", '[replica]\npeers = ["b:7", "127.0.0.1:07"]'))
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:7 is this node itself") as refused:
-        load(path)
-    assert refused.value.where.endswith("node.toml: replica.peers")
-
-
-def test_versions_of_peers_are_asked_of_others_with_a_token_of_peers(tmp_path: Path) -> None:
+    path = settings(tmp_path, "[replica]", '[replica]\npeer_iterations = 5\npeers = ["a:7070", "[::1]:65535"]')
+    found = load(path).replica
+    assert found.peer_addresses == [("a", 7070), ("::1", 65535)] and (found.arenas, found.regions) == (4, 9)
     path = settings(tmp_path, "[replica]", '[replica]\npeer_versions = ["b:7071", "[::1]:7"]')
     assert load(path).replica.version_addresses == [("b", 7071), ("::1", 7)] and load(path).replica.regions == 4
-    text = path.read_text()
-    path.write_text(text + '[api]\nlisten = "[::1]:7"\n')
-    with pytest.raises(UserError, match=r"\[::1\]:7 is this node itself") as refused:
+    path.write_text(path.read_text() + '[common]\nnodes = ["b:7", "[::1]:65535"]\n')
+    assert load(path).common.addresses == [("b", 7), ("::1", 65535)]
+
+
+@pytest.mark.parametrize(("control", "more", "where", "what"), [
+    ("127.0.0.1:7", '[common]\nnodes = ["b:7", "127.0.0.1:07"]', "common.nodes", "127.0.0.1:7 is this node itself"),
+    ("127.0.0.1:7", '[replica]\npeers = ["b:7", "127.0.0.1:07"]', "replica.peers", "127.0.0.1:7 is this node itself"),
+    ("127.0.0.1:7", '[replica]\npeer_versions = ["b:1", "[::1]:7"]\n[api]\nlisten = "[::1]:7"', "replica.peer_versions",
+     "[::1]:7 is this node itself"),
+    ("", '[common]\nnodes = ["b:7"]', "tokens.peer", "is missing, and common.nodes names nodes"),
+    ("", '[replica]\npeer_versions = ["b:7"]', "tokens.peer", "is missing, and replica.peer_versions names nodes"),
+])
+def test_others_are_others_and_ask_for_a_token_of_peers(
+    tmp_path: Path, control: str, more: str, where: str, what: str
+) -> None:
+    """control: where it listens, and it has a token for all; "": it has one of trainers alone."""
+    tokens = f'token_file = "{tmp_path}/t"' if control else f'[tokens]\ntrainer = "{tmp_path}/t"'
+    path = tmp_path / "node.toml"
+    listen = f'listen = "{control or "127.0.0.1:0"}"'
+    path.write_text(f'capture = {{ device = "d" }}\n[control]\n{listen}\n{tokens}\n{more}\n')
+    with pytest.raises(UserError) as refused:
         load(path)
-    assert refused.value.where.endswith("node.toml: replica.peer_versions")
-    text = text.replace(f'token_file = "{tmp_path}/token"\n', "")
-    path.write_text(text + f'[tokens]\ntrainer = "{tmp_path}/token"\n')
-    with pytest.raises(UserError, match=r"is missing, and replica\.peer_versions names nodes") as refused:
-        load(path)
-    assert "tokens.peer" in refused.value.where
+    assert refused.value.where == f"{path}: {where}" and what in refused.value.what
 
 
 @pytest.mark.parametrize(("table", "key"), [
@@ -181,7 +162,8 @@ LEAST = {"control": {"listen": '"localhost:1"', "token_file": '"t"'}, "capture":
     ("capture", "ringsize = 64", "", "capture.ringsize", "is not a key: did you mean ring_size?"),
     ("capture", "arenas = 3", "", "capture.arenas", "is not a key here, it is one of [replica]"),
     ("", "group = 2", "", "group", "is not a key: did you mean groups?"),
-    ("", "xyzzy = 2", "", "xyzzy", "is not a key"),
+    *[(table, "xyzzy = 2", "", f"{table}.xyzzy".strip("."), "is not a key (line")
+      for table in ("", "control", "capture", "replica", "output", "common")],
     ("control", "groups = 2", "", "control.groups", "is not a key here, it is above all tables"),
     ("output", 'listn = "h:1"', "", "output.listn", "is not a key: did you mean listen, one of [control]?"),
     ("control", "recrd_seconds = 2", "", "control.recrd_seconds", "is not a key: did you mean record_seconds, above"),
@@ -201,16 +183,18 @@ def test_a_misspelt_key_is_named_and_not_what_is_missing_for_it(
     with pytest.raises(UserError) as refused:
         load(path)
     assert refused.value.where == f"{path}: {where}" and refused.value.what.startswith(what)
+    assert refused.value.remedy == "docs/use/settings.md has every key"
+
+
+CONTROL = '[control]\nlisten = "localhost:1"\ntoken_file = "t"\n'
 
 
 @pytest.mark.parametrize(("text", "where", "what"), [
     ('[controll]\nlisten = "localhost:1"\n', "controll", "did you mean control?; capture: is missing"),
-    ('[control]\nlisten = "localhost:1"\ntoken_file = "t"\n[protectt]\ncopies = ["h:1"]\n', "protectt",
-     "did you mean protect? ("),
+    (f'{CONTROL}[protectt]\ncopies = ["h:1"]\n', "protectt", "did you mean protect? ("),
+    (f"capture = []\n{CONTROL}", "capture", "[protect]"), (f"capture = 1\n{CONTROL}", "capture", "list"),
 ])
-def test_a_misspelt_table_is_named_and_not_what_is_missing_for_it(
-    tmp_path: Path, text: str, where: str, what: str
-) -> None:
+def test_tables_that_are_none(tmp_path: Path, text: str, where: str, what: str) -> None:
     path = tmp_path / "node.toml"
     path.write_text(text)
     with pytest.raises(UserError) as refused:
@@ -262,14 +246,6 @@ def test_bounds(tmp_path: Path, table: str, key: str, least: str, most: str, bel
         with pytest.raises(UserError) as refused:
             load(_with(tmp_path, table, key, value))
         assert refused.value.where.endswith(f": {f'{table}.{key}' if table else key}")
-
-
-@pytest.mark.parametrize("table", ["", "control", "capture", "replica", "output", "common"])
-def test_keys_that_do_not_exist(tmp_path: Path, table: str) -> None:
-    with pytest.raises(UserError, match="is not a key") as refused:
-        load(_with(tmp_path, table, "nonesuch", "1"))
-    assert refused.value.where == f"{tmp_path}/node.toml: {f'{table}.nonesuch' if table else 'nonesuch'}"
-    assert refused.value.remedy == "docs/use/settings.md has every key"
 
 
 def test_settings_do_not_change_after_they_were_checked(tmp_path: Path) -> None:
@@ -469,15 +445,6 @@ def test_more_queues_than_a_node_reads(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="65 in all captures together: a node reads at most 64") as refused:
         load(captures(tmp_path, *most, 'device = "one more"'))
     assert refused.value.where.endswith(": capture.queues")
-
-
-@pytest.mark.parametrize(("given", "what"), [("capture = []", "[protect]"), ("capture = 1", "list")])
-def test_what_is_not_a_capture(tmp_path: Path, given: str, what: str) -> None:
-    path = tmp_path / "node.toml"
-    path.write_text(f'{given}\n[control]\nlisten = "localhost:1"\ntoken_file = "t"\n')
-    with pytest.raises(UserError) as refused:
-        load(path)
-    assert refused.value.where == f"{path}: capture" and what in refused.value.what
 
 
 # -- the HTTP API --------------------------------------------------------------------------------------------------

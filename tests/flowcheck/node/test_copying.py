@@ -254,11 +254,6 @@ def test_a_node_does_not_copy_from_itself(scene: Scene) -> None:
     check_copies(scene.follower({"copies": [OWN], "advertise": "h:1"}, api=None))
 
 
-def test_a_registry_that_is_none_is_refused(scene: Scene) -> None:
-    with pytest.raises(ValidationError, match="is not an endpoint of etcd"):
-        scene.config({"registry": ["ftp://h:1"]})
-
-
 @pytest.mark.parametrize(("protect", "name"), [
     ({"copies": ["127.0.0.1:5"]}, "flowcheck-h.copies"), ({"parity": "2+1", "group": ["h:1", "h:2", OWN]},
                                                           "flowcheck-h.parity"),

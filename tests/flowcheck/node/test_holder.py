@@ -28,7 +28,6 @@ from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.holder import Holder, check
 from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.placement import Member
-from flowcheck.node.protect.supervisor import check_copies
 from flowcheck.trainer.recover.recovery import recover
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
@@ -132,19 +131,6 @@ def test_its_metrics_are_there_although_it_has_no_port(tmp_path: Path) -> None:
     with Holder(given, lambda *_, **__: None) as holder:
         status, text = ask(holder.api, "/metrics")
     assert (status, b"flowcheck_node_info{" in text) == (200, True), text
-
-
-def test_a_place_that_others_have_made_is_refused(tmp_path: Path) -> None:
-    """Before the holder, in /dev/shm: what lies there would be offered as its copies."""
-    given = NodeConfig.model_validate({
-        "tokens": dict.fromkeys(("reader", "peer"), str(tmp_path / "token")), "api": {"listen": "127.0.0.1:0"},
-        "protect": {"copies": ["127.0.0.1:9"], "directory": str(tmp_path)},
-    })
-    directory = check_copies(given)
-    directory.chmod(0o777)
-    with pytest.raises(EnvironmentProblem, match="may be written to by others") as refused:
-        check_copies(given)
-    assert refused.value.where == str(directory)
 
 
 @pytest.mark.slow

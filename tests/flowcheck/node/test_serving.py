@@ -18,7 +18,6 @@ import pytest
 import torch
 
 from flowcheck.checkpoint.directory import Meta, write_step
-from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.api.supervisor import Serving
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.process import child
@@ -137,14 +136,6 @@ def test_it_ends_with_the_node(config: Callable[..., NodeConfig], monkeypatch: p
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((host, int(port)))
     node.close()
-
-
-def test_an_address_that_another_has(config: Callable[..., NodeConfig]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(EnvironmentProblem, match="cannot listen: Address already in use") as caught:
-            Serving(config(listen), TOKEN.encode(), said([]))
-        assert caught.value.where == listen and "api.listen" in caught.value.remedy
 
 
 @pytest.mark.parametrize("listen", ["[::1]:0", "localhost:0"])

@@ -4,7 +4,6 @@ one that stops answering, a full disk, a process that is killed."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -109,39 +108,6 @@ def test_a_process_that_died_is_started_anew_and_writes_nothing_twice(
         advance(replica, 2)
         assert until_said(storing, said, "stored", 2)["step"] == 4
     assert len(list((tmp_path / "store/n/dp0/a%20run/epoch-1").iterdir())) == 2
-
-
-def test_a_process_that_cannot_be_started_is_tried_again(
-    config: Callable[..., NodeConfig], replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the beginning, and when it has ended: the node goes on, and says it once each time."""
-    monkeypatch.setattr(child, "FIRST_PAUSE", 0.05)
-    begin, full = subprocess.Popen, [True]
-
-    def popen(*given: Any, **more: Any) -> Any:
-        if full[0]:
-            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        return begin(*given, **more)
-
-    monkeypatch.setattr(child.subprocess, "Popen", popen)
-    why = ("the process that writes to the store cannot be started: Resource temporarily unavailable; it is tried again"
-           " and again")
-    with pytest.raises(EnvironmentProblem, match="cannot be started: Resource temporarily unavailable"):
-        check_store(config())
-    with running(config()) as (storing, said):
-        for _ in range(20):
-            storing.look()
-            time.sleep(0.02)
-        assert said == [("problem", {"why": why, "about": "persisting"})] and storing.process is None
-        full[0] = False
-        while storing.process is None:
-            storing.look()
-        full[0] = True
-        storing.process.kill()
-        while [fields["why"] for _, fields in said].count(why) < 2:
-            storing.look()
-            time.sleep(0.02)
-        assert "ended with status -9" in said[1][1]["why"] and len(said) == 3
 
 
 def test_a_place_that_refuses_is_said_and_tried_again(

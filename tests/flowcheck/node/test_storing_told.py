@@ -124,14 +124,10 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Proc
         try:
             check_store(config(tmp_path, seconds=9.0))
         finally:
-            assert process.waited == [9.0 + START_SECONDS]
+            assert process.waited == [9.0 + START_SECONDS] and process.killed == (status is None)
         return process
 
     return made
-
-
-def test_a_place_of_use_is_no_error(check: Callable[..., Process]) -> None:
-    assert check(b"a library prints\n", 0).killed == 0
 
 
 @pytest.mark.parametrize(("out", "status", "why"), [
@@ -140,17 +136,10 @@ def test_a_place_of_use_is_no_error(check: Callable[..., Process]) -> None:
     (b'{"event": "unstored", "name": "", "step": null, "why": "denied", "again": null}\n', 0, "denied"),
 ])
 def test_a_place_of_no_use_is_one(check: Callable[..., Process], out: bytes, status: int | None, why: str) -> None:
+    assert check(b"a library prints\n", 0).killed == 0
     with pytest.raises(EnvironmentProblem) as refused:
         check(out, status)
     assert (refused.value.what, refused.value.where) == (why, "store.url") and "store.options" in refused.value.remedy
-
-
-def test_one_that_hangs_is_killed(check: Callable[..., Process], monkeypatch: pytest.MonkeyPatch) -> None:
-    killed: list[int] = []
-    monkeypatch.setattr(Process, "kill", lambda process: killed.append(1))
-    with pytest.raises(EnvironmentProblem):
-        check(b"", None)
-    assert killed == [1]
 
 
 def test_a_machine_that_starts_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
