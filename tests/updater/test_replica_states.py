@@ -284,12 +284,6 @@ def test_a_build_that_cannot_begin_takes_no_slot():
 # -- what a replica is made of -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("slots", [2, 3, 4])
-def test_two_to_four_slots(slots):
-    made = replica(slots=slots, step=9)
-    assert len(made.slots) == slots and made.steps == [9] and made.current.index == 0
-
-
 @pytest.mark.parametrize(
     ("kwargs", "why"),
     [
