@@ -133,7 +133,7 @@ def _near(loc: Sequence[str | int]) -> str:
         return f"is not a key: did you mean {here[-1]}{' of [nodes]' if moved else ''}?"
     tables = {f"one of [{name}]": list(_keys(name)) for name in NodeConfig.model_fields}
     if table:
-        tables["above all tables"] = [name for name in NodeConfig.model_fields if not _keys(name)]
+        tables["one above all tables"] = [name for name in NodeConfig.model_fields if not _keys(name)]
     if elsewhere := [where for where, keys in tables.items() if key in keys]:
         return f"is not a key here, it is {elsewhere[0]}"
     close = difflib.get_close_matches(key, {name for keys in tables.values() for name in keys}, 1, 0.75)

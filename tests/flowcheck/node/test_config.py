@@ -164,9 +164,9 @@ LEAST = {"control": {"listen": '"localhost:1"', "token_file": '"t"'}, "capture":
     ("", "group = 2", "", "group", "is not a key: did you mean groups?"),
     *[(table, "xyzzy = 2", "", f"{table}.xyzzy".strip("."), "is not a key (line")
       for table in ("", "control", "capture", "replica", "output", "common")],
-    ("control", "groups = 2", "", "control.groups", "is not a key here, it is above all tables"),
+    ("control", "groups = 2", "", "control.groups", "is not a key here, it is one above all tables"),
     ("output", 'listn = "h:1"', "", "output.listn", "is not a key: did you mean listen, one of [control]?"),
-    ("control", "recrd_seconds = 2", "", "control.recrd_seconds", "is not a key: did you mean record_seconds, above"),
+    ("control", "recrd_seconds = 2", "", "control.recrd_seconds", "is not a key: did you mean record_seconds, one ab"),
     ("protect", 'regisrty = "http://h:1"', "", "protect.regisrty", "is not a key: did you mean registry of [nodes]?"),
     ("protect", "copis = true", "", "protect.copis", "is not a key: did you mean copies?"),
     ("nodes", 'adresses = ["h"]', "", "nodes.adresses", "is not a key: did you mean addresses?"),
