@@ -32,7 +32,8 @@ from typing import TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 # Packages whose extensions are compiled anew.
-BUILT = ("parser", "updater", "flowcheck/checkpoint/coding", "dataplane")
+BUILT = ("parser", "updater", "flowcheck/checkpoint/coding", "dataplane", "flowcheck/trainer")
+LIBRARIES = ("flowcheck.trainer.boundary", "flowcheck.trainer.nccl_profiler")  # setup.py: they have no .pyx
 AT_ONCE = 2
 T = TypeVar("T")
 

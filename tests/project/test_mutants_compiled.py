@@ -10,7 +10,7 @@ import pytest
 
 from .script import ROOT, script
 
-ROOMS = ("parser", "updater", "flowcheck/control", "flowcheck/checkpoint")
+ROOMS = ("parser", "updater", "flowcheck/control", "flowcheck/checkpoint", "flowcheck/trainer")
 # Doors from Python to C that is tried, and what only measures.
 NOT_TRIED = {
     "flowcheck/checkpoint/coding/galois.pyx", "parser/cover.pyx", "parser/place.pyx", "parser/roce.pyx",
