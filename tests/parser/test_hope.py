@@ -12,6 +12,7 @@ from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, TransportOptions, example_job, generate
 from tests.flowcheck.altered import Packet, destination, messages, opcode, psn, sealed, spots
+from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import with_psn, writes
 
 COUNT = 40_000
@@ -135,7 +136,7 @@ def test_a_retransmission_that_comes_before_the_ack_heals() -> None:
 def test_a_forged_ack_of_what_was_not_sent_proves_nothing() -> None:
     engine, _, lost, qpn = open_hole()
     ack = ack_of(traffic("ll")[2].packets, qpn)
-    for ahead in (100, 5000, 1 << 22, (1 << 23) - 1):
+    for ahead in (100, 5000, 1 << 22, (1 << 23) - 1, -psn(lost) - 1, -psn(lost) - 1000):  # PSNs before 0 too
         engine.feed(0, with_psn(ack, (psn(lost) + ahead) % (1 << 24)))
         assert engine.hope(0, 1) == "may_come"
     for frame in (with_psn(ack, psn(lost))[:-4] + bytes(4), with_psn(ack, psn(lost) - 1)):  # damaged; before it
@@ -266,3 +267,23 @@ def test_what_came_before_a_large_gap_has_come() -> None:
         assert engine.feed(0, frame)
     assert psn(later[-1][1]) - psn(first[-1][1]) > 16_384
     assert (engine.hope(0, 0), engine.hope(0, 2)) == ("all_came", "passed")
+
+
+def test_an_ack_while_nobody_knows_the_lap_proves_nothing() -> None:
+    """LL. A packet is missing, then comes a silence in which half of the PSN space could have passed: a packet of some
+    lap that leads nowhere, and an ACK of some lap. The connection goes on where it was."""
+    _, plan, made = traffic("ll")
+    qpn, places = spot("ll")
+    data = [packet for packet in made.packets if not is_ack(packet[1])]
+    lost = made.packets[places[1]]
+    end = data.index(made.packets[places[-1]]) + 1
+    engine, ring = Engine(plan.engine), MemoryRing(1 << len(data).bit_length())
+    ring.put([packet for packet in data[:end] if packet is not lost])
+    assert not engine.run(0, ring.ring_address, 1 << 20)[1]
+    following, ns = writes(data[end:], qpn)[:2], data[end - 1][0] + 10**9
+    stray, ack = with_psn(following[0][1], psn(lost[1]) + 2**22), with_psn(ack_of(made.packets, qpn), psn(lost[1]))
+    ring.put([(ns, stray), (ns + 1, ack), *[(ns + 2, frame) for _, frame in following]])
+    assert not engine.run(0, ring.ring_address, 1 << 20)[1]
+    flow = engine.flow_counters(0)[[spec.qpn for spec in plan.engine.flows].index(qpn)]
+    assert engine.outcomes(0)["unanchored"][0] == 1 and flow["state"] == "ANCHORED"
+    assert engine.hope(0, 1) == "may_come"
