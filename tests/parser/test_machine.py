@@ -314,3 +314,17 @@ def test_bytes_of_others_are_payload_where_they_are_roce_and_frames_where_not() 
         assert engine.feed(0, one)
     outcomes = engine.outcomes(0)
     assert (outcomes["other_roce"], outcomes["not_roce"]) == ((2, 2 * len(payload(other))), (1, 60))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_packet_of_a_message_too_long_ago_is_stale_and_ends_nothing(protocol: str) -> None:
+    """An engine remembers 64 messages of a connection, of whichever iterations."""
+    job = example_job(count=[300] * 40, protocol=protocol, mtu=1024, startup=False, rebuild=False)
+    plan, qpn = plan_job(job), job.flows[0].qpns[0]
+    made = generate(job, iterations=1)
+    data = writes(made.packets, qpn)
+    engine, old = Engine(plan.engine), data[1]
+    assert len(messages(made.packets, qpn)) > 70 and psn(old[1]) > 0
+    feed(engine, [*data[:1], *data[2:-1], old, data[-1]])
+    assert kinds(engine) == [] and engine.outcomes(0)["stale"][0] == 1
+    assert sum(packets for packets, _ in engine.outcomes(0).values()) == len(data)

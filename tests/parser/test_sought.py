@@ -13,7 +13,7 @@ from parser.machine import Engine
 from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, example_job, generate
-from tests.flowcheck.altered import FIRST, PAYLOAD_AT, Packet, destination, messages, opcode, psn
+from tests.flowcheck.altered import FIRST, PAYLOAD_AT, Packet, messages, opcode, psn
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import feed, kinds, patched, with_psn, writes
 
@@ -37,11 +37,11 @@ def planned(job: Job, streams: int = 1) -> JobPlan:
     return plan_job(job, streams=streams, arenas=16)
 
 
-def run(engine: Engine, part: list[Packet], turn: int) -> None:
+def run(engine: Engine, part: list[Packet], turn: int, stream: int = 0) -> None:
     """A part of a capture, a silence after the one before it."""
     ring = MemoryRing(1 << len(part).bit_length())
     ring.put([(number + turn * SILENCE, frame) for number, (_, frame) in enumerate(part)])
-    assert engine.run(0, ring.ring_address, 1 << 20) == (len(part), False)
+    assert engine.run(stream, ring.ring_address, 1 << 20) == (len(part), False)
 
 
 def elsewhere(packets: list[Packet], count: int) -> list[Packet]:
@@ -84,7 +84,8 @@ ITERATIONS = 40
 
 @functools.cache
 def announcing() -> tuple[Job, Synthesis, list[list[Packet]], list[Packet]]:
-    """SIMPLE, a connection that announces each of its buffers once in an iteration: data by iteration, clear-to-sends."""
+    """SIMPLE, a connection that announces each of its buffers once in an iteration: data by
+    iteration, clear-to-sends."""
     job, made = traffic("simple", START, ITERATIONS)
     data, ctss = (writes(made.packets, qpn) for qpn in (job.flows[0].qpns[0], job.flows[0].cts_qpns[0]))
     each, buffers = len(data) // ITERATIONS, {frame[70:78] for _, frame in ctss}
@@ -107,6 +108,24 @@ def test_addresses_that_lead_nowhere_are_sought_64_times(times: int, tries: int,
     assert (engine.begun == START + ITERATIONS - 1) == found == (engine.outcomes(0)["placed"][0] > 0)
 
 
+@pytest.mark.parametrize(
+    ("unannounced", "tries", "found"), [(4 * TRIES, TRIES - 1, True), (0, TRIES, False)], ids=["63-tries", "64-tries"],
+)
+def test_what_another_stream_announced_is_sought_64_times(unannounced: int, tries: int, found: bool) -> None:
+    """Then not with every packet any more. What comes before its buffer was announced at all is no try; and after an
+    outage it is sought as often again."""
+    job, _, data, ctss = announcing()
+    engine = Engine(planned(job, 2).engine)
+    feed(engine, [packet for packet in data[0] if opcode(packet[1]) == FIRST] * (unannounced // 2))
+    for turn, iteration in enumerate((1, 2), 1):
+        run(engine, ctss[4 * iteration : 4 * iteration + 4], turn, stream=1)
+        addressed = [one for one in data[iteration] if opcode(one[1]) == FIRST]
+        run(engine, elsewhere(addressed, tries) + data[iteration], turn)
+        assert engine.begun == (START + iteration if found else -1)
+    outcomes = engine.outcomes(0)
+    assert kinds(engine) == [] and (outcomes["unanchored"][0] == unannounced + 2 * tries) == found
+
+
 @pytest.mark.parametrize("behind", range(5))
 def test_a_packet_is_found_by_one_of_the_four_newest_announcements_of_its_buffer(behind: int) -> None:
     """Clear-to-sends that came over faster: the buffer was announced again before its data, up to three times."""
@@ -122,13 +141,13 @@ def test_a_connection_of_many_messages_is_found_anew() -> None:
     """More of them than an engine remembers, before an outage and after it."""
     job = example_job(count=[300] * 70, mtu=1024, startup=False, rebuild=False, seed=8)
     qpn, engine = job.flows[0].qpns[0], Engine(planned(job).engine)
-    for turn, first in enumerate((START, START + 1), 1):
+    for turn, first in enumerate((START, START + 3), 1):
         made = generate(job, iterations=1, first_iteration=first, seed=8)
         data = writes(made.packets, qpn)
         assert len(messages(made.packets, qpn)) > 2 * 64
         run(engine, data[1:] if turn == 1 else data[:1] + data[2:], turn)
     outcomes = engine.outcomes(0)
-    assert kinds(engine) == [] and outcomes["unanchored"] == outcomes["stale"] == (0, 0) and engine.begun == START + 1
+    assert kinds(engine) == [] and outcomes["unanchored"] == outcomes["stale"] == (0, 0) and engine.begun == START + 3
 
 
 # -- which lap of the PSN, and of the step -----------------------------------------------------------------

@@ -12,6 +12,7 @@ from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, example_job, generate
 from tests.flowcheck.altered import FIRST, ONLY_IMM, PAYLOAD_AT, Packet, destination, opcode, payload, sealed
+from tests.flowcheck.memory_ring import MemoryRing
 
 UNLIKE, ALIKE = (4000, 9000), (4096,)  # elements of the buckets: one place in an iteration, or all, look alike
 PROTOCOLS = ["ll", "ll128", "simple"]
@@ -153,6 +154,49 @@ def test_a_first_packet_that_was_not_seen_puts_it_off(protocol: str, message: in
     assert back(plan, qpn, parts) == (range(2, 5), 1)
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_first_packet_that_comes_twice_puts_nothing_off(protocol: str) -> None:
+    """A second mirror's copy, or a retransmission, in the iteration on trial."""
+    job, plan, made = traffic(protocol)
+    qpn = job.flows[0].qpns[0]
+    parts = iterations(made, qpn)
+    parts[2][0].insert(0, stray(parts[2][0][0]))
+    messages = with_data(parts[3])
+    messages[2].insert(1, messages[1][0])
+    assert back(plan, qpn, parts) == (range(2, 4), 1)
+
+
+def test_a_flow_that_came_back_and_is_another_connections_stays_away() -> None:
+    """It had been looked at whether it could ever come back."""
+    job, plan, made = traffic("simple")
+    qpn = job.flows[0].qpns[0]
+    parts = iterations(made, qpn)
+    first = parts[0][0][0]
+    parts[2][0].insert(0, stray(parts[2][0][0]))
+    parts[5][0].insert(0, (first[0], sealed(first[1][:50] + bytes([first[1][50] ^ 0x80]) + first[1][51:])))
+    ignored, known = back(plan, qpn, parts)
+    assert known == 2 and ignored.start == 4 and ignored.stop > 1 << 60, "from its newest message on"
+
+
+@pytest.mark.parametrize("protocol", ["ll", "ll128"])
+def test_where_it_is_found_anew_amid_an_iteration_another_one_is_needed(protocol: str) -> None:
+    """Given up in iteration 2, then an outage up to amid iteration 4: 5 is on trial, and 6 is believed."""
+    job, _, made = traffic(protocol)
+    qpn = job.flows[0].qpns[0]
+    plan, parts = plan_job(job, arenas=16), iterations(made, qpn)
+    parts[2][0].insert(0, stray(parts[2][0][0]))
+    engine, ring, packets = Engine(plan.engine), MemoryRing(1 << 16), []
+    for number, part in enumerate([*parts[:3], parts[4][2:], *parts[5:]]):
+        packets += [(ns + 10**9 * (number > 2), frame) for message in part for ns, frame in message]
+    ring.put(packets)
+    while ring.waiting:
+        engine.run(0, ring.ring_address, 1)
+        if engine.disagreed:
+            engine.consider_recovery()
+    found = engine.flow_counters(0)[[spec.qpn for spec in plan.engine.flows].index(qpn)]
+    assert (found["ignored"], engine.disagreed) == (range(2, 6), 1)
+
+
 @pytest.mark.parametrize("message", [1, -1])
 def test_another_immediate_puts_it_off(message: int) -> None:
     """Messages of one packet, whose first packet has the immediate."""
@@ -187,6 +231,8 @@ def test_another_connection_on_the_same_queue_pair_is_noticed() -> None:
         return [entry["kind"] for entry in engine.disagreements()]
 
     late = sum(len(one) for part in iterations(made, qpn)[:4] for one in part)
+    messages = [one for part in iterations(made, qpn) for one in part]
+    assert [found(sum(map(len, messages[:count])), other) for count in (9, 10)] == [[], ["made anew"]]
     assert found(5, copy) == [] and found(5, other) == []
     assert found(late, copy) == [] and found(late, other) == ["made anew"]
     assert found(5, other, swapped=True) == [] and found(late, copy, swapped=True) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.flowcheck.altered import (
     destination,
     messages,
     opcode,
+    psn,
     sealed,
     spots,
 )
@@ -89,6 +91,39 @@ def test_headers_that_contradict_the_count_end_the_flow(protocol: str, which: in
     assert engine.outcomes(0)["placed"] == before["placed"]
     assert engine.outcomes(0)["not_synced"][0] == sum(place > at for place in spot.packets)
     assert kinds(engine) == [kind]
+
+
+def big(frame: bytes, at: int, size: int) -> int:
+    return int.from_bytes(frame[at : at + size], "big")
+
+
+@pytest.mark.parametrize(
+    ("which", "change", "kind", "read"),
+    [
+        (1, shortened(16), "payload length", lambda frame, _: len(frame) - 58),
+        (1, patched(42, bytes([LAST])), "opcode", lambda frame, odd: opcode(frame) if odd else 1),
+        (-1, added(IMMEDIATE, 4, 1 << 16), "immediate", lambda frame, _: int.from_bytes(frame[54:58], "little")),
+        (0, added(DMA_LENGTH, 4, 16), "RETH length", lambda frame, _: big(frame, DMA_LENGTH, 4)),
+        (0, added(VA, 8, 8), "RETH address", lambda frame, _: big(frame, VA, 8)),
+    ],
+)
+def test_what_is_logged_names_the_packet_and_both_values(
+    which: int, change: Change, kind: str, read: Callable[[bytes, bool], int]
+) -> None:
+    """Of the second flow, over the second stream of one thread."""
+    job, _, made = traffic("ll")
+    plan, qpn = plan_job(job, streams=2), job.flows[1].qpns[0]
+    at = spots(made, "ll", qpn, 1)[0].packets[which]
+    right = made.packets[at][1]
+    odd, engine = change(right), Engine(plan.engine)
+    feed(engine, made.packets[:at], stream=1)
+    assert engine.feed(1, odd)
+    number = next(i for i, places in enumerate(messages(made.packets, qpn)) if at in places)
+    assert engine.disagreements() == [{
+        "kind": kind, "stream": 1, "flow": [spec.qpn for spec in plan.engine.flows].index(qpn), "iteration": 1,
+        "message": number, "psn": psn(right), "expected": read(right, False), "found": read(odd, True),
+    }]
+    assert engine.disagreed == 1
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
