@@ -321,7 +321,7 @@ def test_a_packet_of_a_message_too_long_ago_is_stale_and_ends_nothing(protocol: 
     """An engine remembers 64 messages of a connection, of whichever iterations."""
     job = example_job(count=[300] * 40, protocol=protocol, mtu=1024, startup=False, rebuild=False)
     plan, qpn = plan_job(job), job.flows[0].qpns[0]
-    made = generate(job, iterations=1)
+    made = generate(job, iterations=2)
     data = writes(made.packets, qpn)
     engine, old = Engine(plan.engine), data[1]
     assert len(messages(made.packets, qpn)) > 70 and psn(old[1]) > 0

@@ -231,3 +231,20 @@ def test_an_iteration_lasts_from_the_earliest_packet_to_the_latest_in_whichever_
     engine = Engine(plan.engine)
     run(engine, 0, [(9000 - number, frame) for number, (_, frame) in enumerate(packets)])
     assert engine.times(0) == (9000 - len(packets) + 1, 9000)
+
+
+@pytest.mark.parametrize("order", [(900, 901), (901, 900)], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_oldest_iteration_that_was_missed_is_named(threads: int, order: tuple[int, int]) -> None:
+    """Two captures begin earlier than the one that was read first, whose first iteration has retired. Where several
+    threads place, none goes back alone, retired or not."""
+    job, plan = jobs(6, threads)
+    made = {one: generate(job, iterations=1, first_iteration=one, seed=6) for one in (900, 901, 902)}
+    engine = Engine(plan.engine)
+    run(engine, 0, made[902].packets)
+    if threads == 1:
+        engine.retire()
+    for stream, iteration in zip((2, 4), order, strict=True):
+        run(engine, stream, made[iteration].packets)
+        assert engine.outcomes(stream)["late"][0] > 0 and engine.outcomes(stream)["placed"] == (0, 0)
+    assert (engine.oldest, engine.missed_iteration) == (903 if threads == 1 else 902, 900)

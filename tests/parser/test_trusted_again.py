@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from parser.machine import Engine
@@ -222,9 +223,9 @@ def test_another_connection_on_the_same_queue_pair_is_noticed() -> None:
     assert destination(other) == qpn
     begins = iterations(made, job.flows[1].qpns[0])[0][0][0]  # another connection, so that PSN 1 is young beside it
 
-    def found(after: int, frame: bytes, swapped: bool = False) -> list[str]:
-        engine = Engine(plan.engine)
-        first = [begins, packets[1], packets[0]] if swapped else packets[:2]
+    def found(after: int, frame: bytes, swapped: bool = False, lost: bool = False, icrc: bool = True) -> list[str]:
+        engine = Engine(replace(plan.engine, check_icrc=icrc))
+        first = [begins, packets[1]] if lost else [begins, packets[1], packets[0]] if swapped else packets[:2]
         for _, each in first + packets[2:after]:
             assert engine.feed(0, each)
         assert engine.feed(0, frame)
@@ -237,3 +238,5 @@ def test_another_connection_on_the_same_queue_pair_is_noticed() -> None:
     assert found(late, copy) == [] and found(late, other) == ["made anew"]
     assert found(5, other, swapped=True) == [] and found(late, copy, swapped=True) == []
     assert found(late, other, swapped=True) == ["made anew"], "PSN 0 came second"
+    assert found(late, copy, lost=True) == [], "nobody knows what it was"
+    assert found(late, other, icrc=False) == [], "it is by the ICRC that contents are compared"
