@@ -11,7 +11,19 @@ from parser.machine import NOTHING_SEEN, Engine
 from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, TransportOptions, example_job, generate
-from tests.flowcheck.altered import Packet, destination, messages, opcode, psn, sealed, spots
+from parser.engine_config import Target
+from tests.flowcheck.altered import (
+    FIRST,
+    PAYLOAD_AT,
+    Packet,
+    destination,
+    messages,
+    opcode,
+    payload,
+    psn,
+    sealed,
+    spots,
+)
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import with_psn, writes
 
@@ -59,7 +71,9 @@ def test_a_packet_that_is_acknowledged_does_not_come_again(protocol: str) -> Non
     _, plan, made = traffic(protocol)
     _, places = spot(protocol)
     lost = [packet for at, packet in enumerate(made.packets) if at != places[1]]
-    said = after(Engine(plan.engine), lost)
+    engine = Engine(plan.engine)
+    said = after(engine, lost)
+    assert engine.hope(0, 2) == "all_came", "it is of another iteration"
     assert set(said) == {"may_come", "acknowledged"} or set(said) == {"acknowledged"}
     assert said == sorted(said, key=["may_come", "acknowledged"].index)
 
@@ -107,13 +121,13 @@ def test_how_many_packets_have_to_follow_can_be_set(patience: int) -> None:
     assert (said[0] == "may_come") or patience == 1
 
 
-def open_hole() -> tuple[Engine, list[Packet], bytes, int]:
+def open_hole(patience: int = 0) -> tuple[Engine, list[Packet], bytes, int]:
     """An engine past iteration 1, whose ACKs it has seen up to there; a packet of its last message was lost, and no ACK
     of that message has come. With the packets that follow, the one that was lost, and the connection's QP."""
     _, plan, made = traffic("ll")
     qpn, places = spot("ll")
     lost = made.packets[places[1]][1]
-    engine = Engine(plan.engine)
+    engine = Engine(replace(plan.engine, patience=patience))
     back = {flow.qpns[0]: flow.cts_qpns[0] for flow in traffic("ll")[0].flows}[qpn]
     later = psn(made.packets[places[0]][1])
     for at, (_, frame) in enumerate(made.packets):
@@ -175,23 +189,37 @@ def test_an_ack_of_the_packet_that_is_sent_next_proves_nothing() -> None:
     assert engine.hope(0, 1) == "may_come"
 
 
+def unacknowledged(rest: list[Packet], qpn: int) -> list[Packet]:
+    """Packets without the ACKs of a connection."""
+    back = {flow.qpns[0]: flow.cts_qpns[0] for flow in traffic("ll")[0].flows}[qpn]
+    return [packet for packet in rest if not (is_ack(packet[1]) and destination(packet[1]) == back)]
+
+
 def test_where_acks_stay_away_a_step_slot_that_is_filled_again_decides() -> None:
     """NCCL fills it only when the write before was acknowledged: eight steps after. Where no ACK was seen, one step
     is enough."""
     engine, rest, lost, qpn = open_hole()
-    back = {flow.qpns[0]: flow.cts_qpns[0] for flow in traffic("ll")[0].flows}[qpn]
-    step = engine.config.edges[0].calls[-1].lane.slices * len(spot("ll")[1])
-    said, passed = [], -1
-    for _, frame in rest:
-        if is_ack(frame) and destination(frame) == back:
-            continue
+    said, steps = [], 0
+    for _, frame in unacknowledged(rest, qpn):
         assert engine.feed(0, frame)
-        if destination(frame) == qpn:
-            passed = psn(frame) - psn(lost)
-        said.append((engine.hope(0, 1), passed))
-    assert [hope for hope, _ in said] == sorted((hope for hope, _ in said), key=["may_come", "passed"].index)
-    assert said[0][0] == "may_come" and said[-1][0] == "passed"
-    assert min(passed for hope, passed in said if hope == "passed") > 4 * step
+        if destination(frame) == qpn and opcode(frame) in PAYLOAD_AT:  # a flag is the step, and one more
+            steps = int.from_bytes(payload(frame)[4:8], "little") - int.from_bytes(payload(lost)[4:8], "little")
+        said.append((steps, engine.hope(0, 1)))
+    assert {hope for steps, hope in said if steps < 8} == {"may_come"}
+    assert {hope for steps, hope in said if steps >= 8} == {"passed"}
+
+
+@pytest.mark.parametrize("patience", [40, 41])
+def test_a_setting_counts_packets_whether_or_not_acks_are_seen(patience: int) -> None:
+    engine, rest, lost, qpn = open_hole(patience)
+    said, followed = [], 0
+    for _, frame in unacknowledged(rest, qpn):
+        assert engine.feed(0, frame)
+        if destination(frame) == qpn and opcode(frame) in PAYLOAD_AT:
+            followed = psn(frame) - psn(lost)
+        said.append((followed, engine.hope(0, 1)))
+    assert {hope for followed, hope in said if 0 < followed < patience} == {"may_come"}
+    assert {hope for followed, hope in said if followed >= patience} == {"passed"}
 
 
 def test_what_waits_aside_may_still_be_placed() -> None:
@@ -283,3 +311,60 @@ def test_an_ack_while_nobody_knows_the_lap_proves_nothing() -> None:
     while engine.past(0) <= 1:
         assert engine.run(0, ring.ring_address, 1) == (1, False)
     assert engine.outcomes(0)["unanchored"][0] == 1 and engine.hope(0, 1) == "may_come"
+
+
+def test_what_waits_aside_of_an_iteration_that_is_past_may_still_be_placed() -> None:
+    """SIMPLE. The first and the last packet of a message were lost, and the first of the next iteration's: those in
+    between wait, although all that is missing was acknowledged."""
+    _, plan, made = traffic("simple")
+    qpn, places = spot("simple")
+    following = next(at for at, (_, frame) in enumerate(made.packets)
+                     if at > places[-1] and destination(frame) == qpn and opcode(frame) == FIRST)
+    lost, engine, said = {places[0], places[-1], following}, Engine(plan.engine), []
+    for at, (_, frame) in enumerate(made.packets):
+        if at not in lost:
+            assert engine.feed(0, frame)
+        if engine.past(0) > 1:
+            said.append((engine.outcomes(0)["aside"][0] > 0, engine.hope(0, 1)))
+    assert said[0] == (True, "may_come") and said[-1] == (False, "acknowledged")
+    assert {hope for aside, hope in said if aside} == {"may_come"}
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["missing", "whole"])
+def test_what_is_missing_of_the_last_64_messages_may_come(whole: bool) -> None:
+    """LL, of which an iteration has 80. What is missing before those is not waited for, and may be acknowledged."""
+    job = example_job(count=[300] * 40, mtu=1024, startup=False, rebuild=False, seed=9)
+    plan, qpn, made = plan_job(job), job.flows[0].qpns[0], generate(job, iterations=3, seed=9)
+    engine = Engine(replace(plan.engine, patience=1 << 20))
+    all_messages, reduced = messages(made.packets, qpn), {
+        at for bucket in range(40) for found in spots(made, "ll", qpn, 1, bucket) for at in found.packets
+    }
+    lost = max(number for number, places in enumerate(all_messages) if places[0] in reduced)
+    assert len(all_messages) > lost + 70
+    for number, places in enumerate(all_messages[:-1]):
+        for at in places:
+            if whole or (number, at) != (lost, all_messages[lost][1]):
+                assert engine.feed(0, made.packets[at][1])
+        if engine.past(0) > 1:  # the message that is due next is one of the 64
+            said = "all_came" if whole else "may_come" if number + 1 - lost < 64 else "passed"
+            assert engine.hope(0, 1) == said, number - lost
+    ack = next(frame for _, frame in made.packets if is_ack(frame) and destination(frame) == job.flows[0].cts_qpns[0])
+    for at, said in ((all_messages[lost][-1], "passed"), (all_messages[-2][-1], "acknowledged")):
+        engine.feed(0, with_psn(ack, psn(made.packets[at][1])))
+        assert engine.hope(0, 1) == ("all_came" if whole else said)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_is_missing_of_a_call_that_nobody_keeps_is_not_waited_for(protocol: str) -> None:
+    """The second of two calls is stepped over: no bytes of it are placed."""
+    job = example_job(count=[6000, 6000], protocol=protocol, mtu=1024, startup=False, rebuild=False, seed=9)
+    plan, made = plan_job(job), generate(job, iterations=3, seed=9)
+    edges = tuple(
+        replace(edge, calls=(*edge.calls[:-1], replace(edge.calls[-1], target=Target.NOTHING)))
+        for edge in plan.engine.edges
+    )
+    places = spots(made, protocol, job.flows[0].qpns[0], 1, bucket=1)[-1].packets
+    said = after(
+        Engine(replace(plan.engine, edges=edges)), [one for at, one in enumerate(made.packets) if at != places[1]]
+    )
+    assert set(said) == {"all_came"}
