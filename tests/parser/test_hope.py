@@ -368,3 +368,60 @@ def test_what_is_missing_of_a_call_that_nobody_keeps_is_not_waited_for(protocol:
         Engine(replace(plan.engine, edges=edges)), [one for at, one in enumerate(made.packets) if at != places[1]]
     )
     assert set(said) == {"all_came"}
+
+
+@pytest.mark.parametrize("acknowledged", [0, 1])
+def test_of_two_connections_the_later_word_counts(acknowledged: int) -> None:
+    """Each lacks a packet, and ACKs are seen of one of them."""
+    job, plan, made = traffic("ll")
+    lost = {spots(made, "ll", flow.qpns[0], 1)[-1].packets[1] for flow in job.flows}
+    silent = job.flows[1 - acknowledged].cts_qpns[0]
+    engine = Engine(plan.engine)
+    for at, (_, frame) in enumerate(made.packets):
+        if at not in lost and not (is_ack(frame) and destination(frame) == silent):
+            assert engine.feed(0, frame)
+    assert engine.hope(0, 1) == "passed"
+
+
+def test_a_connection_that_was_given_up_is_not_waited_for() -> None:
+    """It disagreed amid an iteration, and nothing of it comes any more."""
+    _, plan, made = traffic("ll")
+    qpn, places = spot("ll")
+    wrong, engine = made.packets[places[2]][1], Engine(plan.engine)
+    for at, (_, frame) in enumerate(made.packets):
+        if destination(frame) != qpn or at < places[2]:
+            assert engine.feed(0, frame)
+    assert engine.past(0) == 1 and engine.hope(0, 1) == "may_come"
+    assert engine.feed(0, sealed(wrong[:-8] + bytes([wrong[-8] ^ 1]) + wrong[-7:]))
+    assert engine.disagreed == 1 and engine.past(0) > 1 and engine.hope(0, 1) == "all_came"
+
+
+def test_a_connection_that_nobody_knows_the_place_of_is_not_waited_for() -> None:
+    """A packet is missing, the connection is past its iteration, and then nobody knows its lap of the PSN."""
+    _, plan, made = traffic("ll")
+    places = spot("ll")[1]
+    data = [packet for packet in made.packets if not is_ack(packet[1]) and packet != made.packets[places[1]]]
+    engine, ring = Engine(plan.engine), MemoryRing(1 << len(data).bit_length())
+    ring.put(data)
+    while engine.past(0) <= 1:
+        assert engine.run(0, ring.ring_address, 1) == (1, False)
+    assert engine.hope(0, 1) == "may_come"
+    stray, ring = with_psn(made.packets[places[1]][1], psn(made.packets[places[1]][1]) + 2**22), MemoryRing(2)
+    ring.put([(data[-1][0] + 10**9, stray)])
+    assert engine.run(0, ring.ring_address, 1) == (1, False)
+    assert engine.outcomes(0)["unanchored"][0] == 1 and engine.hope(0, 1) == "all_came"
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_went_by_before_a_capture_is_not_waited_for(protocol: str) -> None:
+    """It begins amid the last message of an iteration."""
+    job, plan, _ = traffic(protocol)
+    qpn, flow = job.flows[0].qpns[0], job.flows[0]
+    made = generate(job, iterations=2, first_iteration=200_000, seed=9)
+    places = spots(made, protocol, qpn, 200_000)[-1].packets
+    begin = places[len(places) // 2] if protocol != "simple" else places[0]
+    engine = Engine(plan.engine)
+    for _, frame in writes(made.packets, flow.cts_qpns[0]) if protocol == "simple" else []:
+        assert engine.feed(0, frame)
+    said = after(engine, writes(made.packets[begin:], qpn), iteration=200_000)
+    assert set(said) == {"all_came"}

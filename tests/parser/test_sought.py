@@ -200,6 +200,14 @@ def test_streams_that_announce_different_laps_do_not_say_that_of_a_step(streams:
     assert engine.begun == (2**31 + 1 if found else -1)
 
 
+def test_the_newest_announcement_says_the_lap_of_a_step() -> None:
+    """An older run on the same queue pairs has announced as well, and its entries are there still."""
+    job, data, ctss = lapped(2**31)
+    engine = Engine(planned(job).engine)
+    feed(engine, [*lapped(900)[2], *ctss, *(packet for packet in data if opcode(packet[1]) != FIRST)])
+    assert kinds(engine) == [] and engine.outcomes(0)["unanchored"] == (0, 0) and engine.begun == 2**31 + 1
+
+
 @pytest.mark.parametrize("first", [3 * 2**29, 2**31 - 2])
 def test_a_step_beyond_half_a_lap_is_found_where_nothing_is_announced(first: int) -> None:
     job, data, _ = lapped(first)
@@ -232,10 +240,10 @@ def test_one_wrong_flag_among_right_ones_says_no_place(protocol: str) -> None:
     assert kinds(engine) == [] and engine.outcomes(0)["unanchored"][0] == 1 and engine.begun == START + 1
 
 
-def simple_of(words: int) -> tuple[Job, list[Packet], list[Packet]]:
-    """SIMPLE whose gradients are this 32-bit word again and again: a connection's data and clear-to-sends."""
+def simple_of(*words: int) -> tuple[Job, list[Packet], list[Packet]]:
+    """SIMPLE whose gradients are these 32-bit words again and again: a connection's data and clear-to-sends."""
     job = traffic("simple", START)[0]
-    values = np.full(COUNT, words, np.uint32).view(np.float32)
+    values = np.resize(np.array(words, np.uint32), COUNT).view(np.float32)
     made = generate(job, iterations=4, first_iteration=START, gradients=lambda *_: values)
     return job, writes(made.packets, job.flows[0].qpns[0]), writes(made.packets, job.flows[0].cts_qpns[0])
 
@@ -251,9 +259,11 @@ def test_data_that_look_like_a_flag_say_no_place() -> None:
     assert engine.outcomes(0)["unanchored"][0] == len(data) and engine.begun == -1
 
 
-def test_zeros_are_no_flags_that_lead_nowhere() -> None:
-    """More than 64 packets of zeros; then the clear-to-sends come, and what follows is found."""
-    job, data, ctss = simple_of(0)
+@pytest.mark.parametrize("words", [(0,), (1 << 30, 2 << 29, 3 << 28, 1 << 29)], ids=["zeros", "large-words-in-turn"])
+def test_data_that_cannot_be_a_flag_are_no_tries(words: tuple[int, ...]) -> None:
+    """More than 64 packets of zeros, or of a last word of LL128's lines that no step is. Then the clear-to-sends come,
+    and what follows is found."""
+    job, data, ctss = simple_of(*words)
     engine, half = Engine(planned(job).engine), len(data) // 2
     assert half > TRIES
     feed(engine, [*data[:half], *ctss, *data[half:]])
