@@ -321,10 +321,12 @@ def test_what_waits_aside_of_an_iteration_that_is_past_may_still_be_placed() -> 
     following = next(at for at, (_, frame) in enumerate(made.packets)
                      if at > places[-1] and destination(frame) == qpn and opcode(frame) == FIRST)
     lost, engine, said = {places[0], places[-1], following}, Engine(plan.engine), []
+    ack = with_psn(ack_of(made.packets, qpn, "simple"), psn(made.packets[places[-1]][1]))
     for at, (_, frame) in enumerate(made.packets):
         if at not in lost:
             assert engine.feed(0, frame)
         if engine.past(0) > 1:
+            engine.feed(0, ack)
             said.append((engine.outcomes(0)["aside"][0] > 0, engine.hope(0, 1)))
     assert said[0] == (True, "may_come") and said[-1] == (False, "acknowledged")
     assert {hope for aside, hope in said if aside} == {"may_come"}

@@ -179,6 +179,24 @@ def test_a_flow_that_came_back_and_is_another_connections_stays_away() -> None:
     assert known == 2 and ignored.start == 4 and ignored.stop > 1 << 60, "from its newest message on"
 
 
+def test_one_send_too_many_is_for_good() -> None:
+    """A loop begins with the chunk that the one before ended with: one of two. All headers after it agree, and would if
+    the bytes were of another message each time."""
+    job, plan, made = traffic("simple")
+    qpn = job.flows[0].qpns[0]
+    first = iterations(made, qpn)[2][0][0]
+    at, whole, stays_away = made.packets.index(first), made.reduced[1, 1].tobytes(), []
+    for half in (0, len(whole) // 2):
+        start, engine = PAYLOAD_AT[FIRST], Engine(plan.engine)
+        odd = sealed(first[1][:start] + whole[half : half + 512] + first[1][start + 512 :])
+        for place, (_, frame) in enumerate(made.packets):
+            assert engine.feed(0, odd if place == at else frame)
+            if engine.disagreed:
+                engine.consider_recovery()
+        stays_away += [one["ignored"].stop > 1 << 60 for one in engine.flow_counters(0) if one["disagreements"]]
+    assert stays_away == [True]
+
+
 @pytest.mark.parametrize("protocol", ["ll", "ll128"])
 def test_where_it_is_found_anew_amid_an_iteration_another_one_is_needed(protocol: str) -> None:
     """Given up in iteration 2, then an outage up to amid iteration 4: 5 is on trial, and 6 is believed."""
