@@ -222,7 +222,7 @@ def copy_tree(tree: Path, changed: dict[str, str]) -> None:
 
 def build(tree: Path) -> None:
     units = [(p, unit.stem) for p in BUILT for unit in sorted((ROOT / p).glob("*.pyx"))]
-    wanted = [*(f"{p.replace('/', '.')}.{stem}" for p, stem in units), "dataplane"]
+    wanted = [*(f"{p.replace('/', '.')}.{stem}" for p, stem in units), *LIBRARIES, "dataplane"]
     environment = {**os.environ, "FLOWCHECK_BUILD": ",".join(wanted), "CFLAGS": f"-include {tree}/mutant.h -w"}
     command = ["nice", sys.executable, "setup.py", "-q", "build_ext", "--inplace", "-j", "2"]
     subprocess.run(command, cwd=tree, env=environment, check=True)
