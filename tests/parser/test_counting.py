@@ -210,6 +210,22 @@ def test_disagreements_of_open_iterations_are_kept() -> None:
     assert engine.disagreements() == []
 
 
+def test_losses_of_open_iterations_are_kept() -> None:
+    job, plan, made = traffic("ll", 3)
+    lost = {
+        iteration: spots(made, "ll", job.flows[0].qpns[0], iteration)[0].packets[1] for iteration in range(3)
+    }
+    engine = Engine(replace(plan.engine, arenas=4))
+    feed(engine, [(0, frame[:-1] + bytes([frame[-1] ^ 1])) if at in lost.values() else (0, frame)
+                  for at, (_, frame) in enumerate(made.packets)])
+    for retired in range(4):
+        assert [(one["cause"], one["iteration"]) for one in engine.losses()] == [
+            ("icrc", iteration) for iteration in range(retired, 3)
+        ]
+        engine.retire()
+        engine.forget()
+
+
 @pytest.mark.parametrize("size", [64, 256])
 def test_a_ring_goes_round_and_a_blocked_packet_stays_in_it(size: int) -> None:
     job = example_job(count=COUNT, mtu=1024, startup=False, rebuild=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -93,3 +95,37 @@ def test_another_connection_has_an_outlet_of_its_own(ends: Ends) -> None:
     assert out.take(link, [b"old"]) == b"" and other.recv(10) == b"old"
     newer.close()
     second.close()
+
+
+@pytest.mark.skipif(boundary.library() is None, reason="no C compiler, or no headers of Python")
+def test_an_outbox_takes_no_more_than_it_has_room_for() -> None:
+    """What was sent of the bytes in it gives no room before all of them were: then it begins anew."""
+    mine, other = socket.socketpair()
+    link, out = Link(mine), Outlet()
+    out.open(link, mine)
+    other.settimeout(10)
+    assert out.take(link, [bytes(1 << 20), b"1"]) is None, "not even where it is empty"
+    assert out.take(link, [bytes(1_000_000)]) == b""
+    until(lambda: len(other.recv(1 << 20, socket.MSG_PEEK)) > 60_000)
+    assert out.take(link, [bytes(100_000)]) is None
+    assert read(other, 1_000_000) == bytes(1_000_000)
+    out.flush(link)
+    assert out.take(link, [b"a", bytes((1 << 20) - 1)]) == b"" and read(other, 1 << 20)[:1] == b"a"
+    out.close()
+    link.close()
+    other.close()
+
+
+def test_a_flush_ends_when_all_was_taken(ends: Ends) -> None:
+    """And not when its time is over, 10 s."""
+    out, link, other = ends
+    rest = out.take(link, [bytes(1_000_000)])
+    taken = 1_000_000 - len(rest or b"")
+    assert rest is not None
+    began = time.monotonic()
+    flushing = threading.Thread(target=out.flush, args=(link,))
+    flushing.start()
+    until(lambda: len(other.recv(1 << 20, socket.MSG_PEEK)) > 60_000)
+    assert read(other, taken) == bytes(taken)
+    flushing.join()
+    assert time.monotonic() - began < 9
