@@ -316,15 +316,35 @@ def test_bytes_of_others_are_payload_where_they_are_roce_and_frames_where_not() 
     assert (outcomes["other_roce"], outcomes["not_roce"]) == ((2, 2 * len(payload(other))), (1, 60))
 
 
+@pytest.mark.parametrize(("back", "stale"), [(63, False), (64, True)])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_packet_of_a_message_too_long_ago_is_stale_and_ends_nothing(protocol: str) -> None:
-    """An engine remembers 64 messages of a connection, of whichever iterations."""
-    job = example_job(count=[300] * 40, protocol=protocol, mtu=1024, startup=False, rebuild=False)
+def test_a_packet_of_a_message_too_long_ago_is_stale_and_ends_nothing(protocol: str, back: int, stale: bool) -> None:
+    """An engine remembers 64 messages of a connection, of whichever iterations, the newest included."""
+    job = example_job(count=[300] * 40, protocol=protocol, mtu=256, startup=False, rebuild=False)
     plan, qpn = plan_job(job), job.flows[0].qpns[0]
     made = generate(job, iterations=2)
-    data = writes(made.packets, qpn)
-    engine, old = Engine(plan.engine), data[1]
-    assert len(messages(made.packets, qpn)) > 70 and psn(old[1]) > 0
-    feed(engine, [*data[:1], *data[2:-1], old, data[-1]])
-    assert kinds(engine) == [] and engine.outcomes(0)["stale"][0] == 1
-    assert sum(packets for packets, _ in engine.outcomes(0).values()) == len(data)
+    known = sorted({psn(made.packets[places[0]][1]): places for places in messages(made.packets, qpn)}.items())
+    old = made.packets[known[5][1][1]]
+    newest = known[5 + back // (2 if protocol == "simple" else 1)][1][-1]
+    engine = Engine(plan.engine)
+    feed(engine, [one for one in writes(made.packets[: newest + 1], qpn) if one != old])
+    before = engine.outcomes(0)["stale"][0]
+    feed(engine, [old])
+    assert kinds(engine) == [] and (before, engine.outcomes(0)["stale"][0]) == (0, stale)
+
+
+@pytest.mark.parametrize("stream", [0, 1], ids=["first-copy", "second-copy"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_every_witness_counts_once(protocol: str, stream: int) -> None:
+    """Flags of what is kept, and headers that say a place: of packets that are placed, and of those compared."""
+    job = example_job(count=COUNT + 1, protocol=protocol, mtu=1024, startup=False, rebuild=False)
+    made, qpn = generate(job, iterations=2), job.flows[0].qpns[0]
+    plan = plan_job(job, streams=2)
+    kept = {at for iteration in (0, 1) for spot in spots(made, protocol, qpn, iteration) for at in spot.packets}
+    data = [at for at, (_, frame) in enumerate(made.packets) if destination(frame) == qpn and opcode(frame) in PAYLOAD_AT]
+    engine = Engine(plan.engine)
+    for one in range(stream + 1):
+        feed(engine, made.packets, one)
+    found = engine.flow_counters(stream)[[spec.qpn for spec in plan.engine.flows].index(qpn)]
+    flags = sum(at in kept for at in data) if protocol != "simple" else 0
+    assert found["agreements"] == flags + sum(PAYLOAD_AT[opcode(made.packets[at][1])] > 54 for at in data)
