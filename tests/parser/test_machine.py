@@ -341,7 +341,8 @@ def test_every_witness_counts_once(protocol: str, stream: int) -> None:
     made, qpn = generate(job, iterations=2), job.flows[0].qpns[0]
     plan = plan_job(job, streams=2)
     kept = {at for iteration in (0, 1) for spot in spots(made, protocol, qpn, iteration) for at in spot.packets}
-    data = [at for at, (_, frame) in enumerate(made.packets) if destination(frame) == qpn and opcode(frame) in PAYLOAD_AT]
+    ours = [at for at, (_, frame) in enumerate(made.packets) if destination(frame) == qpn]
+    data = [at for at in ours if opcode(made.packets[at][1]) in PAYLOAD_AT]
     engine = Engine(plan.engine)
     for one in range(stream + 1):
         feed(engine, made.packets, one)

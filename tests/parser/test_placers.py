@@ -169,6 +169,21 @@ def test_a_seat_that_waits_holds_up_nobody() -> None:
     assert found == all_at_once
 
 
+def test_what_has_passed_is_all_but_the_packet_that_waits() -> None:
+    job = job_of(1, startup=False, rebuild=False)
+    plan, packets = plan_of(job, arenas=2), generate(job, iterations=4).packets
+    alone_engine, engine = Engine(plan.engine), Engine(plan.engine)
+    taken = next(at for at, (_, frame) in enumerate(packets) if not alone_engine.feed(0, frame))
+    rings = room(len(packets))
+    with placing(rings) as placers:
+        seat = placers.attach(engine)
+        rings[0].put(packets[: taken + 1])
+        until(lambda: seat.look(0) == (taken, True))
+        assert seat.passed([taken]) and not seat.passed([taken + 1]) and not seat.drained(0)
+        engine.retire()
+        passed(seat, rings)
+
+
 def test_packets_of_an_engine_that_is_asked_at_the_moment_are_placed_later() -> None:
     """Whoever asks holds the engine's machine for a moment: packets wait, and none is placed twice or forgotten."""
     jobs = [job_of(i, count=40_000) for i in (1, 2)]
