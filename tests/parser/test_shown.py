@@ -11,7 +11,7 @@ import ctypes
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ from parser.machine import Engine, placing
 from flowcheck.rebuild.plan import plan_job
 from tests.flowcheck.altered import spots
 from tests.forks import fork
-from tests.parser.odd_packets import PROTOCOLS, feed, traffic
+from tests.parser.odd_packets import PROTOCOLS, feed, patched, traffic, writes
 
 TRACE_ME, PEEK_USER, SINGLE_STEP, INSTRUCTION_POINTER = 0, 3, 9, 16 * 8  # sys/ptrace.h, sys/user.h
 # MOVNT* with each prefix that compilers give it; SFENCE and MFENCE. What locks the bus is a fence as well, but where
@@ -33,9 +33,6 @@ PAST_THE_CACHES = re.compile(
     rb"|\x62[\x01-\xf1]..[\xe7\x2b]", re.DOTALL,
 )
 FENCE = re.compile(rb"\x0f\xae[\xf0\xf8]")
-
-pytestmark = pytest.mark.skipif(placing()[0] == "portable", reason="portable kernels store through the caches")
-
 
 def code_of(module: ModuleType) -> range:
     """Addresses of a compiled module's instructions."""
@@ -49,8 +46,8 @@ def kind(instruction: bytes) -> str:
     return "past" if PAST_THE_CACHES.match(instruction) else "fence" if FENCE.match(instruction) else ""
 
 
-def followed(action: Callable[[], object], code: range) -> list[str]:
-    """What a child does in this code: "past" for a store past the caches, "fence" for a fence, in their order."""
+def steps(action: Callable[[], object], code: range) -> Iterator[tuple[int, int]]:
+    """Each instruction of a child in this code, before it: (the child, its address). What is there is the parent's."""
     libc = ctypes.CDLL(None)
     libc.ptrace.restype, libc.ptrace.argtypes = ctypes.c_long, [ctypes.c_long] * 4
     child = fork()
@@ -64,25 +61,33 @@ def followed(action: Callable[[], object], code: range) -> list[str]:
     try:
         if not os.WIFSTOPPED(os.waitpid(child, 0)[1]):
             pytest.skip("a process may not be followed here")
-        known: dict[int, str] = {}  # the child's code is where ours is
-        found = []
         while True:
             libc.ptrace(SINGLE_STEP, child, 0, 0)
             status = os.waitpid(child, 0)[1]
             assert os.WIFSTOPPED(status), "the child has ended"
             if os.WSTOPSIG(status) == signal.SIGSTOP:
-                return found
+                return
             at = libc.ptrace(PEEK_USER, child, INSTRUCTION_POINTER, 0) & (1 << 64) - 1
             if at in code:
-                if at not in known:
-                    known[at] = kind(ctypes.string_at(at, 15))
-                found += [known[at]] if known[at] else []
+                yield child, at
     finally:
         os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(child, 0)
 
 
+def followed(action: Callable[[], object], code: range) -> list[str]:
+    """What a child does in this code: "past" for a store past the caches, "fence" for a fence, in their order."""
+    known: dict[int, str] = {}  # the child's code is where ours is
+    found = []
+    for _, at in steps(action, code):
+        if at not in known:
+            known[at] = kind(ctypes.string_at(at, 15))
+        found += [known[at]] if known[at] else []
+    return found
+
+
+@pytest.mark.skipif(placing()[0] == "portable", reason="portable kernels store through the caches")
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_fence_follows_what_goes_past_the_caches(protocol: str) -> None:
     job, _, made = traffic(protocol)
@@ -94,3 +99,49 @@ def test_a_fence_follows_what_goes_past_the_caches(protocol: str) -> None:
     found = followed(lambda: engine.feed(0, frame), code_of(parser.machine))
     assert engine.feed(0, frame) and engine.outcomes(0)["placed"][0] == before + 1
     assert found.count("past") >= 8 and found[-1] == "fence"
+
+
+SLOTS = 256  # of NCCL's ring of clear-to-sends
+INDEX, ADDRESS, TURN = 0, 8 * SLOTS, 3 * 8 * SLOTS  # fc_cts_table: three arrays of 8 bytes a slot, and one of 4
+
+
+def slot_of(number: int, address: int) -> tuple[int, int, int]:
+    """Where this announcement's number, address and turn lie in this process."""
+    at, found = (number - 1) % SLOTS, []
+    with open("/proc/self/mem", "rb", buffering=0) as memory:
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            first, end = (int(part, 16) for part in line.split()[0].split("-"))
+            if line.split()[1].startswith("rw") and not line.endswith(("[vvar]", "[vsyscall]")):
+                memory.seek(first)
+                part = memory.read(end - first) or b""
+                place = -1
+                while (place := part.find(address.to_bytes(8, "little"), place + 1)) >= 0:
+                    before = place - ADDRESS + INDEX
+                    if before >= 0 and part[before : before + 8] == number.to_bytes(8, "little"):
+                        found.append(first + before)
+    (index,) = found
+    return index, index + ADDRESS, index - 8 * at + TURN + 4 * at
+
+
+def test_no_moment_has_one_announcements_number_and_anothers_address() -> None:
+    """Two clear-to-sends that take turns in one place of the table, which other threads read meanwhile: what is not
+    whole has an odd turn."""
+    job, plan, made = traffic("simple")
+    cts, engine = plan.engine.cts, Engine(plan.engine)
+    (_, frame), *_ = writes(made.packets, job.flows[0].cts_qpns[0])
+    number = int.from_bytes(frame[70 + cts.number_at : 78 + cts.number_at], "little")
+    pairs = [(number, 0x123456789ABC0000), (number + SLOTS, 0x23456789ABCD0000)]
+    first, second = (
+        patched(70 + cts.number_at, one.to_bytes(8, "little"))(patched(70, address.to_bytes(8, "little"))(frame))
+        for one, address in pairs
+    )
+    assert engine.feed(0, first)
+    index, address, turn = slot_of(*pairs[0])
+    seen = []
+    for child, _ in steps(lambda: engine.feed(0, second), code_of(parser.machine)):
+        with open(f"/proc/{child}/mem", "rb", buffering=0) as memory:
+            words = [int.from_bytes(os.pread(memory.fileno(), size, at), "little")
+                     for at, size in ((index, 8), (address, 8), (turn, 4))]
+        seen.append(((words[0], words[1]), words[2] % 2))
+    assert [pair for pair, odd in seen if not odd and pair not in pairs] == []
+    assert {pair for pair, odd in seen if not odd} == {*pairs} and {odd for _, odd in seen} == {0, 1}
