@@ -248,3 +248,14 @@ def test_the_oldest_iteration_that_was_missed_is_named(threads: int, order: tupl
         run(engine, stream, made[iteration].packets)
         assert engine.outcomes(stream)["late"][0] > 0 and engine.outcomes(stream)["placed"] == (0, 0)
     assert (engine.oldest, engine.missed_iteration) == (903 if threads == 1 else 902, 900)
+
+
+def test_what_never_came_is_a_gap_once_however_often_a_capture_ends() -> None:
+    job, plan = jobs(1, 1)
+    made = generate(job, iterations=2, seed=6)
+    lost = writes(made.packets, job.flows[0].qpns[0])[3:5]
+    engine = Engine(plan.engine)
+    run(engine, 0, [packet for packet in made.packets if packet not in lost])
+    for _ in range(3):
+        assert engine.flows()["gaps"].sum() == 2
+        engine.finish()

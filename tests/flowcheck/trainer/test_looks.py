@@ -124,6 +124,21 @@ def test_what_it_cannot_read_is_an_error_and_no_more(given: list[Any]) -> None:
         assert found is not NotImplemented
 
 
+@needs_library
+@pytest.mark.parametrize("by", [LIBRARY, looks], ids=["c", "python"])
+def test_each_byte_of_memory_counts(by: Any) -> None:
+    """Of whichever of several pieces, the last one's last byte included."""
+    tensors = [torch.arange(24, dtype=torch.uint8), torch.arange(7, dtype=torch.uint8)]
+    pairs = [part for one in tensors for part in (one.data_ptr(), bytes(one.tolist()))]
+    assert by.same_memory(*pairs) and by.same_memory()
+    for one in tensors:
+        for at in range(len(one)):
+            one[at] += 1
+            assert not by.same_memory(*pairs)
+            one[at] -= 1
+    assert by.same_memory(*pairs)
+
+
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 
 
