@@ -13,7 +13,7 @@ from parser.machine import Engine
 from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from lab.synth import Synthesis, example_job, generate
-from tests.flowcheck.altered import FIRST, PAYLOAD_AT, Packet, messages, opcode, psn
+from tests.flowcheck.altered import FIRST, Packet, messages, opcode, psn
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.odd_packets import feed, kinds, patched, with_psn, writes
 
@@ -69,7 +69,7 @@ def test_flags_that_lead_nowhere_are_followed_64_times(protocol: str, tries: int
     later, qpn = traffic(protocol, START + 2)[1], job.flows[0].qpns[0]
     engine = Engine(planned(job).engine)
     for turn, part in enumerate((made, later), 1):
-        data = [one for one in writes(part.packets, qpn) if opcode(one[1]) in PAYLOAD_AT]
+        data = writes(part.packets, qpn)
         run(engine, elsewhere(data[:20], tries) + data, turn)
     outcomes = engine.outcomes(0)
     assert kinds(engine) == [] and (outcomes["placed"][0] > 0) == found
@@ -84,8 +84,8 @@ ITERATIONS = 40
 
 @functools.cache
 def announcing() -> tuple[Job, Synthesis, list[list[Packet]], list[Packet]]:
-    """SIMPLE, a connection that announces each of its buffers once in an iteration: data by
-    iteration, clear-to-sends."""
+    """SIMPLE, a connection that announces each of its buffers once in an iteration: its data, iteration by iteration,
+    and its clear-to-sends."""
     job, made = traffic("simple", START, ITERATIONS)
     data, ctss = (writes(made.packets, qpn) for qpn in (job.flows[0].qpns[0], job.flows[0].cts_qpns[0]))
     each, buffers = len(data) // ITERATIONS, {frame[70:78] for _, frame in ctss}
