@@ -152,20 +152,20 @@ def test_a_disagreement_is_of_the_stream_that_it_was_seen_in(stream: int) -> Non
 
 
 def test_iterations_whose_disagreements_found_no_room_are_named() -> None:
-    """A log holds 256. Of 16 connections over each of 19 streams a packet has a wrong flag."""
-    job, plan = jobs(19, 1, ranks=4, channels=4, count=20_000)
-    made = generate(job, iterations=3, ports=range(4), seed=6)
-    engine = Engine(replace(plan.engine, arenas=4))
+    """A log holds 256. Of 16 connections over each of 20 streams a packet has a wrong flag."""
+    job, plan = jobs(20, 1, ranks=4, channels=4, count=20_000)
+    made = generate(job, iterations=4, ports=range(4), seed=6)
+    engine = Engine(replace(plan.engine, arenas=5))
 
     def one_each(stream: int, iteration: int) -> None:
-        first = [of_iterations(made, flow.qpns[0], 3)[iteration][0] for flow in job.flows]
+        first = [of_iterations(made, flow.qpns[0], 4)[iteration][0] for flow in job.flows]
         run(engine, stream, [
             (ns, patched(PAYLOAD_AT[opcode(frame)] + 4, b"\xff\xff\xff\xff")(frame)) for ns, frame in first
         ])
 
     run(engine, 0, [writes(made.packets, flow.qpns[0])[0] for flow in job.flows])  # connections begin here
     for stream in range(16):
-        one_each(stream, 2)
+        one_each(stream, 3)
     assert len(engine.disagreements()) == 256 and not engine.unlogged
     for stream, iteration, unlogged in ((16, 1, range(1, 2)), (17, 2, range(1, 3)), (18, 1, range(1, 3))):
         one_each(stream, iteration)
@@ -174,6 +174,11 @@ def test_iterations_whose_disagreements_found_no_room_are_named() -> None:
     engine.retire(2)
     engine.forget()
     assert engine.unlogged == range(1, 3), "iteration 2 is open"
+    engine.retire()
+    engine.forget()
+    assert engine.unlogged == range(0) and len(engine.disagreements()) == 256
+    one_each(19, 3)
+    assert engine.unlogged == range(3, 4)
     engine.retire()
     engine.forget()
     assert engine.unlogged == range(0) and engine.disagreements() == []
