@@ -49,8 +49,8 @@ def opened_to_read(path: Path) -> Iterator[int]:
 
 class RingFiles:
     """All files of a ring, open to be written by this process alone. descriptors: by file. addresses: of their memory,
-    where the file system is memory. direct: past the page cache. disk: what was written is there after fdatasync. anew: files
-    that were replaced, and why. Raises UserError, EnvironmentProblem."""
+    where the file system is memory. direct: past the page cache. disk: what was written is there after fdatasync.
+    anew: files that were replaced, and why. Raises UserError, EnvironmentProblem."""
 
     def __init__(self, directory: Path, nbytes: int, entry_bytes: int) -> None:
         self.directory = directory
@@ -115,10 +115,15 @@ class RingFiles:
                 if why:
                     self.anew.append(f"{path.name}: {why}")
                     path.unlink()
-            for name, index in wanted.items():
-                path = self.directory / name
-                if not path.exists():
+            missing = {self.directory / name: index for name, index in wanted.items()
+                       if not (self.directory / name).exists()}
+            try:
+                for path, index in missing.items():
                     self._make(path, index)
+            except OSError:  # a disk that has no room for all of them is left as it was
+                for path in missing:
+                    path.unlink(missing_ok=True)
+                raise
             fsync_directory(self.directory)
 
     def _unfit(self, path: Path, index: int | None) -> str:

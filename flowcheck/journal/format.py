@@ -1,8 +1,8 @@
 """The bytes of a journal's files (docs/understand/journal.md draws them).
 
-    directory/ring-00000 ... one block, then places of one size, one entry each    all little endian, blocks of 4096 bytes
+    directory/ring-00000 ... a block, then places of one size; a block has 4096 bytes, and all is little endian
     the first block          word magic version place_bytes places files index
-    an entry                 word magic number ticket head_bytes spans bytes head_sum table_sum | head | table | spans
+    an entry in its place    word magic number ticket head_bytes spans bytes head_sum table_sum | head | table | spans
 
 A word is the sum of the block behind it, so that a block tells by itself whether it is whole. Head, table and each span
 begin at a whole line of 64 bytes, and their sums cover the zeros up to the next one.

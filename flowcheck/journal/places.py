@@ -46,8 +46,9 @@ class Places:
         self._busy[place] = False
 
     def take(self, number: int, oldest: int) -> int | None:
-        """The place that `number` goes to, which is empty from now on: where an older one of the same number is, else an
-        empty one, else the first that was written of those before `oldest`, else of all. None: all are being written."""
+        """The place that `number` goes to, which is empty from now on: where an older one of the same number is, else
+        an empty one, else the first that was written of those before `oldest`, else of all. None: all are being
+        written."""
         free, there = ~self._busy, self._numbers != _NONE
         for these in (self._numbers == number, self._failed > 0, self._tickets == 0, there & (self._numbers < oldest),
                       np.ones(len(free), bool)):

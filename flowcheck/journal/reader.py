@@ -5,19 +5,19 @@
     reader.read(number)                 its head and spans, all sums checked
     reader.damaged                      what is not used, and why
 
-Every call looks at the files anew. What it returns is what was offered, or it raises: an entry that is being overwritten
-is gone, and one of which a bit differs is damaged.
+Every call looks at the files anew. What it returns is what was offered, or it raises: an entry that is being
+overwritten is gone, and one of which a bit differs is damaged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from updater.ring import sum_of
 __all__ = ["Entry", "RingReader"]
 
 REMEDY = "an older step, or one that is made without it"
+_Read = TypeVar("_Read")
 LOOKS = 3  # at a block that does not fit: it may have been written meanwhile
 
 
@@ -53,9 +54,28 @@ class _Place:
     def name(self) -> str:
         return f"{self.path} at byte {self.at}"
 
+    def having(self, read: Callable[[int, _Place], _Read]) -> _Read:
+        """What `read` makes of an open file and this. Raises _Gone: the entry is another one by now; _Damaged, NotOurs,
+        OSError."""
+        with contextlib.ExitStack() as stack:
+            try:
+                descriptor = stack.enter_context(opened_to_read(self.path))
+            except FileNotFoundError:
+                raise _Gone from None
+            try:
+                return read(descriptor, self)
+            except _Damaged:
+                if os.pread(descriptor, 8, self.at) != self.one.word.to_bytes(8, "little"):
+                    raise _Gone from None
+                raise
+
 
 class _Damaged(Exception):
     """What differs."""
+
+
+class _Gone(Exception):
+    """It was overwritten, or its file replaced."""
 
 
 class RingReader:
@@ -69,27 +89,13 @@ class RingReader:
     @property
     def entries(self) -> list[Entry]:
         """Whole ones by number. Heads and tables are checked, spans are when they are read."""
-        found = []
-        for place in self._whole([]):
-            try:
-                with opened_to_read(place.path) as descriptor:
-                    found.append(Entry(place.one.number, _front(descriptor, place)[0], place.one.nbytes))
-            except (_Damaged, NotOurs, OSError):
-                continue  # `damaged` names it
-        return found
+        return self._look()[0]
 
     @property
     def damaged(self) -> list[str]:
         """What is never used: files, places and heads that are not as they were written. Spans are looked at by `read`
         alone."""
-        said: list[str] = []
-        for place in self._whole(said):
-            try:
-                with opened_to_read(place.path) as descriptor:
-                    _front(descriptor, place)
-            except (_Damaged, NotOurs, OSError) as error:
-                said.append(f"{place.name}: iteration {place.one.number}: {error}")
-        return said
+        return self._look()[1]
 
     def read(self, number: int) -> tuple[bytes, list[np.ndarray]]:
         """Head and spans (uint8, in the order offered) of an iteration. Raises UserError: it is not there, or was
@@ -97,7 +103,16 @@ class RingReader:
         said: list[str] = []
         for place in self._whole(said):
             if place.one.number == number:
-                return self._read(place)
+                try:
+                    return place.having(_spans)
+                except _Gone:
+                    raise UserError(
+                        f"iteration {number} was overwritten while it was read", where=place.name, remedy=REMEDY
+                    ) from None
+                except (_Damaged, NotOurs, OSError) as error:
+                    raise EnvironmentProblem(
+                        f"iteration {number} cannot be used: {error}", where=place.name, remedy=REMEDY
+                    ) from None
         more = f"; not used are {'; '.join(said)}" if said else ""
         raise UserError(f"iteration {number} is not in the journal{more}", where=str(self._directory), remedy=REMEDY)
 
@@ -124,23 +139,17 @@ class RingReader:
                 said.append(f"{path}: {error}")
         return [found[number] for number in sorted(found)]
 
-    def _read(self, place: _Place) -> tuple[bytes, list[np.ndarray]]:
-        number = place.one.number
-        try:
-            with opened_to_read(place.path) as descriptor:
-                try:
-                    return _spans(descriptor, place)
-                except _Damaged as error:
-                    if os.pread(descriptor, 8, place.at) == place.one.word.to_bytes(8, "little"):
-                        raise EnvironmentProblem(
-                            f"iteration {number} is damaged: {error}", where=place.name, remedy=REMEDY
-                        ) from None
-                    raise UserError(
-                        f"iteration {number} was overwritten while it was read", where=place.name, remedy=REMEDY
-                    ) from None
-        except (OSError, NotOurs) as error:
-            raise EnvironmentProblem(f"iteration {number} cannot be read: {error}", where=place.name, remedy=REMEDY
-                                     ) from None
+    def _look(self) -> tuple[list[Entry], list[str]]:
+        entries: list[Entry] = []
+        said: list[str] = []
+        for place in self._whole(said):
+            try:
+                entries.append(Entry(place.one.number, place.having(_front)[0], place.one.nbytes))
+            except _Gone:
+                continue
+            except (_Damaged, NotOurs, OSError) as error:
+                said.append(f"{place.name}: iteration {place.one.number}: {error}")
+        return entries, said
 
 
 def _places(descriptor: int, path: Path, geometry: Geometry, said: list[str]) -> Iterator[_Place]:
@@ -174,13 +183,12 @@ def _bytes(descriptor: int, at: int, count: int) -> np.ndarray:
 
 
 def _front(descriptor: int, place: _Place) -> tuple[bytes, np.ndarray]:
-    """Head and table of an entry, (n, 2) uint64. Raises _Damaged, OSError."""
-    one = place.one
-    front = _bytes(descriptor, place.at + BLOCK, one.first_span - BLOCK) if one.first_span > BLOCK else np.empty(0, "u1")
-    return _checked(front, one)
+    """Head and table. Raises _Damaged, OSError."""
+    return _checked(_bytes(descriptor, place.at, place.one.first_span)[BLOCK:], place.one)
 
 
 def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
+    """Head and table, (n, 2) uint64, from what lies between the first block and the spans. Raises _Damaged."""
     split = one.table_at - BLOCK
     if sum_of(front[:split]) != one.head_sum:
         raise _Damaged("the sum of its head differs")

@@ -129,8 +129,8 @@ class RingWriter:
         self._oldest = oldest
 
     def close(self, seconds: float = 5.0) -> list[Written | Hole]:
-        """Finish what was offered, if that takes no more than so many seconds; returns what `taken` would. May be called
-        twice."""
+        """Finish what was offered, if that takes no more than so many seconds; returns what `taken` would. May be
+        called twice."""
         if self._ring.end(seconds):
             said = self.taken()
             self._ring.close()

@@ -1,20 +1,15 @@
 """Writers of versions, each killed before its first, second, third, ... system call that changes a file. Run as a
-process of its own, which forks after torch is loaded and traces its children: nothing of the writers is patched, and
-what libraries write in C++ counts as well.
+process of its own, which forks after torch is loaded.
 
     python -m tests.flowcheck.checkpoint.killed_writers WRITER FOLDER [HOST:PORT of a node's API]       -> JSON
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import platform
-import signal
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,57 +27,14 @@ from flowcheck.durable import write_atomic
 from flowcheck.node.versions.user_states import UserStates, rank_file, user_folder, users_in
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
+from tests.killed import killed_before
 from updater.replica import Replica
 
 from ..hand_api import KEY, TOKEN
 
-# x86-64: write, open, pwrite64, writev, msync, sendfile, fsync, fdatasync, truncate, ftruncate, rename, mkdir, rmdir,
-# creat, link, unlink, symlink, chmod, fchmod, openat, mkdirat, unlinkat, renameat, linkat, sync_file_range, utimensat,
-# fallocate, pwritev, renameat2, copy_file_range, openat2
-CHANGES = {1, 2, 18, 20, 26, 40, 74, 75, 76, 77, 82, 83, 84, 85, 86, 87, 88, 90, 91, 257, 258, 263, 264, 265, 277, 280,
-           285, 296, 316, 326, 437}
-TRACEME, PEEKUSER, SYSCALL, SETOPTIONS = 0, 3, 24, 0x4200
-SYSGOOD, EXITKILL = 1, 0x100000
-ORIG_RAX = 15 * 8
 META = Meta("run", 2, "verified", (), {"name": "sgd", "groups": []}, "torch-cpu")
 STEP = 7  # of the version that the node has: hand_api.HandVersion(7)
 OLD = 1.0
-
-libc = ctypes.CDLL(None, use_errno=True)
-libc.ptrace.restype = ctypes.c_long
-libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-
-
-def killed_before(n: int, work: Callable[[], object]) -> bool:
-    """Was it, before the n-th change? Else it has ended."""
-    pid = os.fork()
-    if not pid:
-        if libc.ptrace(TRACEME, 0, None, None):
-            os._exit(99)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        work()
-        os._exit(0)
-    if os.WIFEXITED(os.waitpid(pid, 0)[1]):
-        raise PermissionError(1, "Operation not permitted")
-    libc.ptrace(SETOPTIONS, pid, None, SYSGOOD | EXITKILL)
-    seen, entering, deliver = 0, True, 0
-    while True:
-        libc.ptrace(SYSCALL, pid, None, deliver)
-        _, status = os.waitpid(pid, 0)
-        if not os.WIFSTOPPED(status):
-            assert status == 0, f"the writer ended with {status}"
-            return False
-        stopped = os.WSTOPSIG(status)
-        deliver = 0 if stopped == signal.SIGTRAP | 0x80 else stopped
-        if deliver:
-            continue
-        if entering and libc.ptrace(PEEKUSER, pid, ORIG_RAX, None) in CHANGES:
-            seen += 1
-            if seen == n:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                return True
-        entering = not entering
 
 
 class Writer:

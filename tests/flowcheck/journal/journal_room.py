@@ -11,6 +11,7 @@ import numpy as np
 from flowcheck.journal.format import entry_bytes
 from flowcheck.journal.ring import Hole, RingWriter, Written
 
+MEMORY = Path("/dev/shm")
 SIZES = (1000, 0, 70_001, 64)
 
 
