@@ -1,9 +1,12 @@
-"""Fixtures of the trainer's side: a node made by hand, and DDP models without a second process."""
+"""Fixtures of the trainer's side: a node made by hand, DDP models without a second process, and slow file systems."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from torch.nn.parallel import DistributedDataParallel
@@ -14,7 +17,7 @@ from ..updater.conftest import shm
 from . import pair
 from .hand_node import HandNode
 
-__all__ = ["hand_node", "shm", "wrapped"]
+__all__ = ["hand_node", "shm", "slow_files", "wrapped"]
 
 
 @pytest.fixture
@@ -29,6 +32,17 @@ def wrapped() -> Iterator[Callable[..., DistributedDataParallel]]:
     """wrapped(module, rank=0, ranks=2, **options) -> a real DDP model on that rank of a job."""
     yield pair.wrapped
     pair.leave()
+
+
+@pytest.fixture(scope="session")
+def slow_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """slow_files.c, compiled."""
+    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
+        pytest.skip("no C compiler")
+    made = tmp_path_factory.mktemp("slow") / "slow_files.so"
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(made),
+                    str(Path(__file__).with_name("slow_files.c")), "-ldl"], check=True)
+    return made
 
 
 @pytest.fixture(autouse=True)

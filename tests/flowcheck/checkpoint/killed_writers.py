@@ -25,9 +25,9 @@ from flowcheck.checkpoint.objects import open_store
 from flowcheck.checkpoint.store import Lane, Rules
 from flowcheck.durable import write_atomic
 from flowcheck.node.versions.user_states import UserStates, rank_file, user_folder, users_in
+from tests.killed import killed_before
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
-from tests.killed import killed_before
 from updater.replica import Replica
 
 from ..hand_api import KEY, TOKEN

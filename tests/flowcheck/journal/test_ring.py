@@ -1,33 +1,207 @@
-"""What is offered is what is read, in a ring of files that keeps the newest."""
+"""What is offered is what is read, in a ring of files that keeps the newest; and whose files they are."""
 
 from __future__ import annotations
 
+import os
+import stat
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.journal.format import BLOCK, entry_bytes
 from flowcheck.journal.reader import RingReader
-from flowcheck.journal.ring import Written, RingWriter
-from tests.flowcheck.journal.journal_room import offered, place_bytes, wanted, write
+from flowcheck.journal.ring import Hole, RingWriter, Written
+from tests.flowcheck.journal.journal_room import MEMORY, SIZES, offered, place_bytes, wanted, write
+
+ROOT = Path(__file__).resolve().parents[3]
+FOUR = 4 * place_bytes() + BLOCK  # bytes of a ring of four places
 
 
-@pytest.fixture(params=["/tmp", "/dev/shm"])
-def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """On a disk and in memory."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory(prefix="flowcheck-journal-", dir=request.param) as found:
-        yield Path(found) / "journal"
+@pytest.fixture(params=["disk", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="flowcheck-journal-", dir=MEMORY) as memory:
+        yield (tmp_path if request.param == "disk" else Path(memory)) / "a" / "journal"
 
 
-def test_the_newest_are_read_as_they_were_offered(directory: Path) -> None:
-    with RingWriter(directory, 5 * place_bytes(), place_bytes()) as writer:
+def found(directory: Path, sizes: Any = SIZES) -> list[int]:
+    """Iterations that a reader gives as they were offered; it names nothing as damaged."""
+    reader = RingReader(directory)
+    for number, head, _ in reader.entries:
+        said, spans = reader.read(number)
+        assert said == head
+        assert (head, [span.tobytes() for span in spans]) == wanted(number, sizes)
+    assert not reader.damaged
+    return [entry.number for entry in reader.entries]
+
+
+def test_the_newest_are_there(directory: Path) -> None:
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
         for number in range(7):
             assert isinstance(write(writer, number), Written)
-        reader = RingReader(directory)
-        assert [entry.number for entry in reader.entries] == writer.entries == [3, 4, 5, 6]
-        for number in writer.entries:
+        assert found(directory) == writer.entries == [3, 4, 5, 6]
+    with RingWriter(directory, FOUR, place_bytes()) as writer:  # another start of it
+        assert writer.found == [3, 4, 5, 6] and not writer.anew
+        write(writer, 7)
+        assert found(directory) == [4, 5, 6, 7]
+
+
+SPANS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 3 << 18), st.just(1 << 18)), max_size=6)
+
+
+@settings(max_examples=25)
+@given(entries=st.lists(SPANS, min_size=1, max_size=5), places=st.integers(2, 4), memory=st.booleans())
+def test_any_sizes(tmp_path_factory: pytest.TempPathFactory, entries: list[list[int]], places: int, memory: bool) -> None:
+    most = max(entry_bytes(32, sizes) for sizes in entries)
+    with tempfile.TemporaryDirectory(dir=MEMORY if memory else tmp_path_factory.getbasetemp()) as folder, RingWriter(
+        folder, places * most + BLOCK, most
+    ) as writer:
+        for number, sizes in enumerate(entries):
+            assert isinstance(write(writer, number, sizes), Written)
+        reader = RingReader(folder)
+        assert [entry.number for entry in reader.entries] == [*range(len(entries))][-places:]
+        for number in [*range(len(entries))][-places:]:
             head, spans = reader.read(number)
-            assert (head, [span.tobytes() for span in spans]) == wanted(number)
+            assert (head, [span.tobytes() for span in spans]) == wanted(number, entries[number])
+
+
+def test_files_take_no_more_than_they_may(tmp_path: Path) -> None:
+    with RingWriter(tmp_path / "journal", FOUR + 5000, place_bytes()):
+        taken = [path.stat() for path in (tmp_path / "journal").iterdir()]
+    assert sum(one.st_size for one in taken) <= FOUR + 5000
+    assert sum(512 * one.st_blocks for one in taken) >= FOUR, "there is room for all of it, now"
+
+
+def test_only_its_user_may_read_it(directory: Path) -> None:
+    before = os.umask(0)
+    try:
+        RingWriter(directory, FOUR, place_bytes()).close()
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert modes == {0o600} and stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_an_iteration_that_comes_again_counts_as_it_came_last(directory: Path) -> None:
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        write(writer, 1)
+        write(writer, 2)
+        writer.offer(1, b"again", np.arange(8, dtype=np.uint8), [[2, 3]])
+        writer.close()
+    head, spans = RingReader(directory).read(1)
+    assert head == b"again" and [span.tolist() for span in spans] == [[2, 3, 4]]
+    assert [entry.number for entry in RingReader(directory).entries] == [1, 2]
+
+
+def test_what_is_before_the_oldest_goes_first(directory: Path) -> None:
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        for number in (5, 6, 1, 7):
+            write(writer, number)
+        writer.keep(5)
+        write(writer, 8)
+        assert found(directory) == [5, 6, 7, 8]
+
+
+def test_what_is_larger_than_a_place_is_a_hole(tmp_path: Path) -> None:
+    with RingWriter(tmp_path / "journal", FOUR, place_bytes()) as writer:
+        assert not writer.offer(1, *offered(1, (200_000,)))
+        said = writer.taken()
+        assert [(one.number, one.cause) for one in said if isinstance(one, Hole)] == [(1, "large")] and len(said) == 1
+        write(writer, 2)
+    assert found(tmp_path / "journal") == [2]
+
+
+@pytest.mark.parametrize("spans", [[[0, 9]], [[-1, 2]], [[8, 1]], [[1 << 62, 1 << 62]], [[0, -1]]])
+def test_spans_that_are_not_in_the_region_are_refused(tmp_path: Path, spans: Any) -> None:
+    with RingWriter(tmp_path / "journal", FOUR, place_bytes()) as writer:
+        with pytest.raises(ValueError, match="span"):
+            writer.offer(1, b"", np.zeros(8, np.uint8), spans)
+        assert isinstance(write(writer, 2), Written)
+        assert isinstance(write(writer, 3), Written)
+
+
+def test_two_processes_read_what_is_being_written(directory: Path) -> None:
+    """Each gets entries as they were offered, or is told that they are gone."""
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        write(writer, 0)
+        command = [sys.executable, "-m", "tests.flowcheck.journal.reading", str(directory), "40"]
+        readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+        number = 0
+        while any(reader.poll() is None for reader in readers):
+            write(writer, number := number + 1)
+    for reader in readers:
+        assert reader.stdout is not None
+        assert reader.stdout.read().strip() == "40 as they were offered" and reader.returncode == 0
+        reader.stdout.close()
+
+
+# -- what is in the directory already --------------------------------------------------------------------------
+
+
+def test_one_process_writes_it(tmp_path: Path) -> None:
+    with RingWriter(tmp_path, FOUR, place_bytes()):
+        with pytest.raises(EnvironmentProblem):
+            RingWriter(tmp_path, FOUR, place_bytes())
+    RingWriter(tmp_path, FOUR, place_bytes()).close()
+
+
+def test_of_another_size_it_is_begun_anew(directory: Path) -> None:
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        write(writer, 1)
+    with RingWriter(directory, FOUR - place_bytes(), place_bytes()) as writer:
+        assert writer.found == [] and len(writer.anew) == 1
+        write(writer, 2)
+    assert found(directory) == [2]
+    assert sum(path.stat().st_size for path in directory.iterdir()) <= FOUR - place_bytes()
+
+
+def test_a_file_that_was_cut_short_is_begun_anew(directory: Path) -> None:
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        write(writer, 1)
+    os.truncate(next(directory.iterdir()), FOUR - 1)
+    assert len(RingReader(directory).damaged) >= 1
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        assert writer.found == [] and len(writer.anew) == 1
+        assert [isinstance(write(writer, number), Written) for number in range(4)] == [True] * 4
+
+
+def test_what_a_killed_start_left_is_cleared_away(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    (directory / ".ring-00000.partial").write_bytes(b"half")
+    RingWriter(directory, FOUR, place_bytes()).close()
+    assert [path.name for path in directory.iterdir()] == ["ring-00000"]
+
+
+@pytest.mark.parametrize("made", ["text", "link", "pipe", "folder"])
+def test_what_is_not_ours_is_left_alone(tmp_path: Path, made: str) -> None:
+    path, elsewhere = tmp_path / "journal" / "ring-00000", tmp_path / "elsewhere"
+    path.parent.mkdir()
+    elsewhere.write_bytes(b"somebody's" * 1000)
+    {"text": lambda: path.write_bytes(b"somebody's" * 1000), "link": lambda: path.symlink_to(elsewhere),
+     "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}[made]()
+    with pytest.raises((UserError, EnvironmentProblem)) as caught:
+        RingWriter(path.parent, FOUR, place_bytes())
+    assert "ring-00000" in str(caught.value)
+    assert elsewhere.read_bytes() == b"somebody's" * 1000
+    assert path.is_symlink() or path.is_fifo() or path.is_dir() or path.read_bytes() == b"somebody's" * 1000
+    assert "ring-00000" in " ".join(RingReader(path.parent).damaged)
+
+
+def test_less_than_two_entries_are_no_ring(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        RingWriter(tmp_path / "journal", 2 * place_bytes(), place_bytes())
+
+
+def test_where_there_is_none_there_is_nothing_to_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        RingReader(tmp_path)
+    with pytest.raises(EnvironmentProblem):
+        RingReader(tmp_path / "nowhere")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -96,19 +94,9 @@ class Scene:
         self.replica.close()
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
-        pytest.skip("no C compiler")
-    made = tmp_path_factory.mktemp("slow") / "slow_files.so"
-    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o", str(made),
-                    str(Path(__file__).with_name("slow_files.c")), "-ldl"], check=True)
-    return made
-
-
 @pytest.fixture
 def scene(
-    library: Path, tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+    slow_files: Path, tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Scene]]:
     """scene(ms): each call takes so long."""
     made: list[Scene] = []
@@ -116,7 +104,7 @@ def scene(
     def make(ms: int) -> Scene:
         one = Scene(tmp_path, shm)
         made.append(one)
-        for name, value in {"LD_PRELOAD": library, "SLOW_UNDER": one.store, "SLOW_MS": ms, "SLOW_HOLD": one.hold,
+        for name, value in {"LD_PRELOAD": slow_files, "SLOW_UNDER": one.store, "SLOW_MS": ms, "SLOW_HOLD": one.hold,
                             "SLOW_LIES": one.lies}.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setattr(child, "FIRST_PAUSE", 0.1)

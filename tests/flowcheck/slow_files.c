@@ -1,9 +1,11 @@
-/* A file system over a network, as its user sees it: loaded before the C library (LD_PRELOAD), it delays calls on files
- * below a folder. What is asked is done by the real file system.
+/* A file system over a network, or on a disk that is slow, full or broken, as its user sees it: loaded before the C
+ * library (LD_PRELOAD), it delays calls on files below a folder. What is asked is done by the real file system.
  *
  *     SLOW_UNDER   the folder
  *     SLOW_MS      how long each call takes, milliseconds
  *     SLOW_HOLD    while there is a file of this name, calls below the folder do not return: a server that is away
+ *     SLOW_FAILS   while there is a file of this name, one call fails: it has the call's name and an errno, "pwrite 28";
+ *                  "pwrite 0": half of it is done, in whole blocks
  *     SLOW_LIES    while there is a file of this name, a rename is done and reported as failed (EIO): its answer is lost
  *
  * Calls by name, and those on descriptors that were opened below the folder.
@@ -23,6 +25,7 @@
 #include <unistd.h>
 
 #define MOST_FDS 65536
+#define BLOCK 4096
 static unsigned char below[MOST_FDS];
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -98,6 +101,48 @@ ssize_t read(int fd, void *data, size_t size) {
 int fsync(int fd) {
     by_fd(fd);
     return REAL(fsync)(fd);
+}
+
+/* Its errno, or 0 for one that does half; -1: it does not fail. */
+static int fails(int fd, const char *call) {
+    char said[64] = "", name[32] = "";
+    int code = -1;
+    const char *path = getenv("SLOW_FAILS");
+    int file = path && fd >= 0 && fd < MOST_FDS && below[fd] ? (int)syscall(SYS_open, path, O_RDONLY) : -1;
+    if (file < 0) {
+        return -1;
+    }
+    long got = syscall(SYS_read, file, said, sizeof said - 1);
+    syscall(SYS_close, file);
+    return got > 0 && sscanf(said, "%31s %d", name, &code) == 2 && !strcmp(name, call) ? code : -1;
+}
+
+static ssize_t put(int fd, const void *data, size_t size, off_t at) {
+    by_fd(fd);
+    int code = fails(fd, "pwrite");
+    if (code > 0) {
+        errno = code;
+        return -1;
+    }
+    return syscall(SYS_pwrite64, fd, data, code || size < 2 * BLOCK ? size : size / 2 / BLOCK * BLOCK, at);
+}
+
+ssize_t pwrite(int fd, const void *data, size_t size, off_t at) {
+    return put(fd, data, size, at);
+}
+
+ssize_t pwrite64(int fd, const void *data, size_t size, off_t at) {
+    return put(fd, data, size, at);
+}
+
+int fdatasync(int fd) {
+    by_fd(fd);
+    int code = fails(fd, "fdatasync");
+    if (code > 0) {
+        errno = code;
+        return -1;
+    }
+    return REAL(fdatasync)(fd);
 }
 
 int stat(const char *path, struct stat *out) {
