@@ -71,9 +71,22 @@ def file_system(int fd):
     return MEMORY.get(found.f_type & 0xFFFFFFFF, "")
 
 
-def nbytes(uint64_t head_bytes, const int64_t[:, ::1] spans):
-    """Bytes of a place that an entry takes: spans: (n, 2), [first byte, bytes] of each."""
+cdef int check(const int64_t[:, ::1] spans, int64_t end) except -1:
+    cdef int64_t i, first, size
+    if spans.shape[1] != 2:
+        raise ValueError(f"spans of {spans.shape[1]} numbers")
+    for i in range(spans.shape[0]):
+        first, size = spans[i, 0], spans[i, 1]
+        if first < 0 or size < 0 or size > end or first > end - size:
+            raise ValueError(f"span {i}: {size} bytes from {first} on, of a region of {end}")
+    return 0
+
+
+def nbytes(uint64_t head_bytes, const int64_t[:, ::1] spans, int64_t region_bytes):
+    """Bytes of a place that an entry takes: spans: (n, 2), [first byte, bytes] of each. Raises ValueError: they are not
+    in a region of region_bytes."""
     cdef uint64_t count = <uint64_t>spans.shape[0]
+    check(spans, region_bytes)
     return fcj_bytes(head_bytes, &spans[0, 0] if count else NULL, count)
 
 
@@ -124,15 +137,10 @@ cdef class Ring:
         """False: no slot is free. The caller has made sure that it is no larger than slot_bytes. fd, at: where it goes,
         or place: the address. All three arrays are kept, and must stay as they are, while reads(number)."""
         cdef fcj_entry entry
-        cdef int64_t i, first, size, end = region.shape[0]
+        cdef int64_t end = region.shape[0]
         if self.ring == NULL or self.ended:
             raise ValueError("the ring is closed")
-        if spans.shape[1] != 2:
-            raise ValueError(f"spans of {spans.shape[1]} numbers")
-        for i in range(spans.shape[0]):
-            first, size = spans[i, 0], spans[i, 1]
-            if first < 0 or size < 0 or size > end or first > end - size:
-                raise ValueError(f"span {i}: {size} bytes from {first} on, of a region of {end}")
+        check(spans, end)
         entry.number, entry.ticket, entry.fd, entry.at = number, ticket, fd, at
         entry.place = <uint8_t *>place
         entry.head_bytes, entry.count = <uint64_t>head.shape[0], <uint64_t>spans.shape[0]

@@ -48,12 +48,12 @@ def file_name(index: int) -> str:
 def spans_of(sizes: Sequence[int]) -> np.ndarray:
     """(n, 2) int64, [first byte, bytes] of spans that follow each other without a gap."""
     lengths = np.array(sizes, np.int64)
-    return np.stack([np.cumsum(lengths) - lengths, lengths], axis=1) if len(lengths) else np.zeros((0, 2), np.int64)
+    return np.ascontiguousarray(np.stack([np.cumsum(lengths) - lengths, lengths], axis=1))
 
 
 def entry_bytes(head_bytes: int, sizes: Sequence[int]) -> int:
     """Bytes of a place that an entry with such a head and spans of such sizes takes; what a ring's `entry_bytes` is."""
-    return int(nbytes(head_bytes, np.ascontiguousarray(spans_of(sizes))))
+    return nbytes(head_bytes, spans_of(sizes), sum(sizes))
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,9 @@ class RingWriter:
         if number < 0:
             raise ValueError(f"iteration {number}")
         cut = np.array(spans, np.int64).reshape(-1, 2)  # of our own
+        data = np.frombuffer(region, np.uint8)
+        size = nbytes(len(head), cut, len(data))
         self._settle()
-        size = nbytes(len(head), cut)
         if size > self.geometry.place_bytes:
             return self._refuse(number, "large", f"{size_text(size)} are more than a place of"
                                 f" {size_text(self.geometry.place_bytes)}")
@@ -112,7 +113,7 @@ class RingWriter:
         address = self._files.addresses[index] + at if self._files.addresses else 0
         self._ticket += 1
         self._going[self._ticket] = number, place
-        return self._ring.offer(number, self._ticket, self._files.descriptors[index], at, address, head, region, cut)
+        return self._ring.offer(number, self._ticket, self._files.descriptors[index], at, address, head, data, cut)
 
     def reads(self, number: int) -> bool:
         """Is the region of this iteration still read? For as long as copying it in memory takes. Any thread."""

@@ -59,11 +59,12 @@ SPANS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 3 << 18), st.just
 
 @settings(max_examples=25)
 @given(entries=st.lists(SPANS, min_size=1, max_size=5), places=st.integers(2, 4), memory=st.booleans())
-def test_any_sizes(tmp_path_factory: pytest.TempPathFactory, entries: list[list[int]], places: int, memory: bool) -> None:
+def test_any_sizes(
+    tmp_path_factory: pytest.TempPathFactory, entries: list[list[int]], places: int, memory: bool
+) -> None:
     most = max(entry_bytes(32, sizes) for sizes in entries)
-    with tempfile.TemporaryDirectory(dir=MEMORY if memory else tmp_path_factory.getbasetemp()) as folder, RingWriter(
-        folder, places * most + BLOCK, most
-    ) as writer:
+    where = MEMORY if memory else tmp_path_factory.getbasetemp()
+    with tempfile.TemporaryDirectory(dir=where) as folder, RingWriter(folder, places * most + BLOCK, most) as writer:
         for number, sizes in enumerate(entries):
             assert isinstance(write(writer, number, sizes), Written)
         reader = RingReader(folder)
@@ -166,7 +167,7 @@ def test_of_another_size_it_is_begun_anew(directory: Path) -> None:
 def test_a_file_that_was_cut_short_is_begun_anew(directory: Path) -> None:
     with RingWriter(directory, FOUR, place_bytes()) as writer:
         write(writer, 1)
-    os.truncate(next(directory.iterdir()), FOUR - 1)
+    os.truncate(next(directory.iterdir()), FOUR - place_bytes() + 1)
     assert len(RingReader(directory).damaged) >= 1
     with RingWriter(directory, FOUR, place_bytes()) as writer:
         assert writer.found == [] and len(writer.anew) == 1
