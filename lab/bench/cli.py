@@ -25,6 +25,7 @@ BENCHES = {
     "pipeline": ("lab.bench.pipeline", "stages alone, in sequence and overlapped, against the memory"),
     "checksum": ("lab.bench.sums", "checksums of a version's parameters, against reading them"),
     "protect": ("lab.bench.coding", "parity of streams of bytes, against copying as much and against isa-l"),
+    "journal": ("lab.bench.journal", "iterations into a journal's files, against dd of as many bytes"),
     "hook": ("lab.bench.hook", "what an attachment costs the training process per step, beside a budget"),
     "baselines": ("lab.bench.baselines", "steps of training in the lab, beside those of other ways to save"),
     "adam": ("lab.bench.adam", "one step of the optimizer, against its memory traffic and torch's"),
