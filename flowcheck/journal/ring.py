@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from flowcheck.errors import size_text
+from flowcheck.errors import EnvironmentProblem, size_text
 from flowcheck.journal.files import RingFiles
 from flowcheck.journal.format import Descriptor, Geometry, Torn, file_name
 from flowcheck.journal.places import Places
@@ -64,9 +64,7 @@ class RingWriter:
             self._places = Places(self.geometry.places * self.geometry.files)
             self._read_again()
             self.found = self._places.entries
-            self._ring = Ring(
-                self.geometry.place_bytes, bool(self._files.addresses), direct=self._files.direct, disk=self._files.disk
-            )
+            self._ring = self._started()
         except BaseException:
             self._files.close()
             raise
@@ -150,6 +148,16 @@ class RingWriter:
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _started(self) -> Ring:
+        most, files = self.geometry.place_bytes, self._files
+        try:
+            return Ring(most, mapped=bool(files.addresses), direct=files.direct, disk=files.disk)
+        except MemoryError:
+            raise EnvironmentProblem(
+                f"there is no memory for two entries of {size_text(most)} on their way, or no room for two threads",
+                where=str(files.directory), remedy="more memory for this process, or no journal",
+            ) from None
 
     def _settle(self) -> None:
         for number, ticket, size, seconds, step, code in self._ring.taken():

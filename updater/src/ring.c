@@ -14,6 +14,10 @@
 
 #include "update.h"
 
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
 #define MAGIC 0x31305952544e4346u /* "FCNTRY01" */
 
 /* SUMMED: bytes that are summed up while they are in the cache that they were copied through; four blocks of sums. */
@@ -214,6 +218,7 @@ static void *writer(void *argument)
 
 /* -- the caller ---------------------------------------------------------------------------------------------- */
 
+/* Memory that is there: the first entries are copied as fast as later ones. NULL: there is not so much. */
 static void *memory_of(uint64_t bytes)
 {
     void *found = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -221,6 +226,14 @@ static void *memory_of(uint64_t bytes)
         return NULL;
     if (bytes >= HUGE_PAGE)
         madvise(found, bytes, MADV_HUGEPAGE);
+    if (!madvise(found, bytes, MADV_POPULATE_WRITE))
+        return found;
+    if (errno != EINVAL) {
+        munmap(found, bytes);
+        return NULL;
+    }
+    for (uint64_t at = 0; at < bytes; at += FCJ_BLOCK) /* Linux before 5.14 */
+        ((volatile uint8_t *)found)[at] = 0;
     return found;
 }
 
