@@ -1,8 +1,8 @@
-"""The files of a ring: made whole before anything is written to them, found again, or begun anew.
+"""The files of a ring: made whole before anything is written to them, found again, or replaced.
 
 Rule for a directory that has some already. Files of the same ring stay as they are, with their entries. What is missing
 of it is made. Files of a ring of another size, and those whose first block is damaged, are replaced by empty ones: what
-was in them is gone. What is called like a file of a ring and is none, or of another version, is left alone: UserError.
+was in them is gone. What has such a name and another format, or version, is left alone: UserError.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def opened_to_read(path: Path) -> Iterator[int]:
 class RingFiles:
     """All files of a ring, open to be written by this process alone. descriptors: by file. addresses: of their memory,
     where the file system is memory. direct: past the page cache. disk: what was written is there after fdatasync.
-    anew: files that were replaced, and why. Raises UserError, EnvironmentProblem."""
+    replaced: files that were, and why. Raises UserError, EnvironmentProblem."""
 
     def __init__(self, directory: Path, nbytes: int, entry_bytes: int) -> None:
         self.directory = directory
         self.descriptors: list[int] = []
         self._mapped: list[mmap.mmap] = []
         self.addresses: list[int] = []
-        self.anew: list[str] = []
+        self.replaced: list[str] = []
         self.direct = False
         with reporting(directory, "a directory that can be written"):
             make_directory(directory)
@@ -113,7 +113,7 @@ class RingFiles:
             for path in found_files(self.directory):  # what is not kept makes room for what is made
                 why = self._unfit(path, wanted.get(path.name))
                 if why:
-                    self.anew.append(f"{path.name}: {why}")
+                    self.replaced.append(f"{path.name}: {why}")
                     path.unlink()
             missing = {self.directory / name: index for name, index in wanted.items()
                        if not (self.directory / name).exists()}
@@ -127,7 +127,7 @@ class RingFiles:
             fsync_directory(self.directory)
 
     def _unfit(self, path: Path, index: int | None) -> str:
-        """Why a file is replaced; "": it is kept. Raises UserError: it is none of ours."""
+        """Why a file is replaced; "": it is kept. Raises UserError: it is not ours."""
         try:
             with opened_to_read(path) as descriptor:
                 found = Geometry.read(os.pread(descriptor, BLOCK, 0))

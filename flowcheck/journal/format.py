@@ -124,7 +124,7 @@ class Descriptor:
 
     @classmethod
     def read(cls, block: bytes, place_bytes: int) -> Self | None:
-        """None: there is no whole entry. Raises Torn: there was, and it is damaged."""
+        """None: no whole entry is there. Raises Torn: there was, and it is damaged."""
         word, magic, number, ticket, head_bytes, spans, size, head_sum, table_sum = _ENTRY.unpack_from(block)
         if not word:
             return None

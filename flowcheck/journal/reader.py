@@ -5,7 +5,7 @@
     reader.read(number)                 its head and spans, all sums checked
     reader.damaged                      what is not used, and why
 
-Every call looks at the files anew. What it returns is what was offered, or it raises: an entry that is being
+Every call looks at the files again. What it returns is what was offered, or it raises: an entry that is being
 overwritten is gone, and one of which a bit differs is damaged.
 """
 
@@ -79,7 +79,7 @@ class _Gone(Exception):
 
 
 class RingReader:
-    """Raises UserError: there is no journal in `directory`."""
+    """Raises UserError: nothing of a journal is in `directory`."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)

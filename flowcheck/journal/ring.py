@@ -54,9 +54,9 @@ class Hole:
 
 class RingWriter:
     """A journal in `directory`, which this process alone writes. nbytes: of all its files, at most. entry_bytes: of the
-    largest entry (format.entry_bytes). found: iterations that are in it from before. anew: what of it was replaced, and
-    why (files.py has the rule). Raises UserError (the directory has other things, or nbytes hold less than two entries)
-    and EnvironmentProblem (no room, no rights, another process writes it). One thread, but for `reads`."""
+    largest entry (format.entry_bytes). found: iterations that are in it from before. replaced: files of it that were,
+    and why (files.py has the rule). Raises UserError (the directory has other things, or nbytes hold less than two
+    entries) and EnvironmentProblem (no room, no rights, another process writes it). One thread, but for `reads`."""
 
     def __init__(self, directory: str | os.PathLike[str], nbytes: int, entry_bytes: int) -> None:
         self._files = RingFiles(Path(directory), nbytes, entry_bytes)
@@ -78,8 +78,8 @@ class RingWriter:
         return self._files.geometry
 
     @property
-    def anew(self) -> Sequence[str]:
-        return self._files.anew
+    def replaced(self) -> Sequence[str]:
+        return self._files.replaced
 
     @property
     def how(self) -> str:

@@ -1,12 +1,12 @@
 """bench journal: iterations through a journal's ring (flowcheck/journal/), beside `dd` of as many bytes to as large a
 file of the same file system.
 
-    journal.WHERE.WIDTH      GB/s of gradients from the first offer until the last of ENTRIES iterations is whole, against
-                             dd from /dev/zero: past the page cache where the file system has that, one fdatasync at
-                             its end
+    journal.WHERE.WIDTH      GB/s of gradients from the first offer until the last of ENTRIES iterations is whole,
+                             against dd from /dev/zero: past the page cache where the file system has that, one
+                             fdatasync at its end
 
-WHERE: `disk` is the folder of temporary files (TMPDIR), `memory` is /dev/shm. WIDTH: of a parameter's gradient; the bytes
-that the bench is given are those of fp32. Files are allocated, and written once before the first round, both ways.
+WHERE: `disk` is the folder of temporary files (TMPDIR), `memory` is /dev/shm. WIDTH: of a parameter's gradient; the
+bytes that the bench is given are those of fp32. All files were written once before the first round.
 """
 
 from __future__ import annotations

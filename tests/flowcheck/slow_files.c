@@ -6,6 +6,8 @@
  *     SLOW_HOLD    while there is a file of this name, calls below the folder do not return: a server that is away
  *     SLOW_FAILS   while there is a file of this name, one call fails: it has the call's name and an errno, "pwrite 28";
  *                  "pwrite 0": half of it is done, in whole blocks
+ *     SLOW_LOG     a file to which is added what was done: 'P', first byte and bytes (8 bytes each) and the bytes of a
+ *                  pwrite; 'S' of an fdatasync
  *     SLOW_LIES    while there is a file of this name, a rename is done and reported as failed (EIO): its answer is lost
  *
  * Calls by name, and those on descriptors that were opened below the folder.
@@ -117,6 +119,17 @@ static int fails(int fd, const char *call) {
     return got > 0 && sscanf(said, "%31s %d", name, &code) == 2 && !strcmp(name, call) ? code : -1;
 }
 
+/* Of this process alone, one thread at a time. */
+static void note(int fd, const void *head, size_t head_size, const void *data, size_t size) {
+    const char *path = getenv("SLOW_LOG");
+    int file = path && fd >= 0 && fd < MOST_FDS && below[fd] ? (int)syscall(SYS_open, path, O_WRONLY | O_APPEND) : -1;
+    if (file >= 0) {
+        syscall(SYS_write, file, head, head_size);
+        syscall(SYS_write, file, data, size);
+        syscall(SYS_close, file);
+    }
+}
+
 static ssize_t put(int fd, const void *data, size_t size, off_t at) {
     by_fd(fd);
     int code = fails(fd, "pwrite");
@@ -124,7 +137,13 @@ static ssize_t put(int fd, const void *data, size_t size, off_t at) {
         errno = code;
         return -1;
     }
-    return syscall(SYS_pwrite64, fd, data, code || size < 2 * BLOCK ? size : size / 2 / BLOCK * BLOCK, at);
+    ssize_t done = syscall(SYS_pwrite64, fd, data, code || size < 2 * BLOCK ? size : size / 2 / BLOCK * BLOCK, at);
+    if (done > 0) {
+        char head[17] = "P";
+        memcpy(head + 1, &at, 8), memcpy(head + 9, &done, 8);
+        note(fd, head, sizeof head, data, (size_t)done);
+    }
+    return done;
 }
 
 ssize_t pwrite(int fd, const void *data, size_t size, off_t at) {
@@ -142,7 +161,11 @@ int fdatasync(int fd) {
         errno = code;
         return -1;
     }
-    return REAL(fdatasync)(fd);
+    int failed = REAL(fdatasync)(fd);
+    if (!failed) {
+        note(fd, "S", 1, NULL, 0);
+    }
+    return failed;
 }
 
 int stat(const char *path, struct stat *out) {

@@ -56,7 +56,7 @@ def test_a_tree_is_counted(house: ModuleType, tmp_path: Path) -> None:
 
 def test_the_house_stays_a_house(house: ModuleType) -> None:
     counted = house.count(ROOT)
-    assert counted["rooms"] <= 20 and counted["arrows between rooms"] <= 72  # ask is a room
+    assert counted["rooms"] <= 20 and counted["arrows between rooms"] <= 75  # ask and journal are rooms
     assert counted["arrows up"] == counted["circles of modules"] == 0
 
 

@@ -54,7 +54,7 @@ def after(directory: Path) -> int:
     """The newest iteration after a kill. Whoever writes next finds what a reader does, and is not disturbed."""
     numbers = found(directory)
     with RingWriter(directory, 2 * place_bytes() + 4096, place_bytes()) as writer:
-        assert writer.found == numbers and not writer.anew, (writer.found, numbers, writer.anew)
+        assert writer.found == numbers and not writer.replaced, (writer.found, numbers, writer.replaced)
         assert isinstance(write(writer, LAST + 1), Written)
     assert found(directory) == [*numbers[-1:], LAST + 1]
     return numbers[-1] if numbers else NONE

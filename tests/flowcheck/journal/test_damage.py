@@ -93,11 +93,11 @@ def test_a_bit_of_a_files_first_block(ring: Path, at: int, bit: int) -> None:
 
 
 @pytest.mark.parametrize("at", [8 * 2, BLOCK - 1])
-def test_a_damaged_file_is_begun_anew(tmp_path: Path, at: int) -> None:
+def test_a_damaged_file_is_replaced(tmp_path: Path, at: int) -> None:
     with RingWriter(tmp_path, 2 * place_bytes() + BLOCK, place_bytes()) as writer:
         write(writer, 1)
     with Flipped(tmp_path, at, 0), RingWriter(tmp_path, 2 * place_bytes() + BLOCK, place_bytes()) as writer:
-        assert writer.found == [] and len(writer.anew) == 1
+        assert writer.found == [] and len(writer.replaced) == 1
         assert isinstance(write(writer, 2), Written)
 
 

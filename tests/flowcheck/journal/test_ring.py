@@ -49,7 +49,7 @@ def test_the_newest_are_there(directory: Path) -> None:
             assert isinstance(write(writer, number), Written)
         assert found(directory) == writer.entries == [3, 4, 5, 6]
     with RingWriter(directory, FOUR, place_bytes()) as writer:  # another start of it
-        assert writer.found == [3, 4, 5, 6] and not writer.anew
+        assert writer.found == [3, 4, 5, 6] and not writer.replaced
         write(writer, 7)
         assert found(directory) == [4, 5, 6, 7]
 
@@ -154,23 +154,23 @@ def test_one_process_writes_it(tmp_path: Path) -> None:
     RingWriter(tmp_path, FOUR, place_bytes()).close()
 
 
-def test_of_another_size_it_is_begun_anew(directory: Path) -> None:
+def test_of_another_size_it_is_replaced(directory: Path) -> None:
     with RingWriter(directory, FOUR, place_bytes()) as writer:
         write(writer, 1)
     with RingWriter(directory, FOUR - place_bytes(), place_bytes()) as writer:
-        assert writer.found == [] and len(writer.anew) == 1
+        assert writer.found == [] and len(writer.replaced) == 1
         write(writer, 2)
     assert found(directory) == [2]
     assert sum(path.stat().st_size for path in directory.iterdir()) <= FOUR - place_bytes()
 
 
-def test_a_file_that_was_cut_short_is_begun_anew(directory: Path) -> None:
+def test_a_file_that_was_cut_short_is_replaced(directory: Path) -> None:
     with RingWriter(directory, FOUR, place_bytes()) as writer:
         write(writer, 1)
     os.truncate(next(directory.iterdir()), FOUR - place_bytes() + 1)
     assert len(RingReader(directory).damaged) >= 1
     with RingWriter(directory, FOUR, place_bytes()) as writer:
-        assert writer.found == [] and len(writer.anew) == 1
+        assert writer.found == [] and len(writer.replaced) == 1
         assert [isinstance(write(writer, number), Written) for number in range(4)] == [True] * 4
 
 
