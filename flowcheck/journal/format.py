@@ -45,6 +45,13 @@ def file_name(index: int) -> str:
     return f"ring-{index:05d}"
 
 
+def _worded(fields: bytes) -> bytes:
+    """A block that begins with these, of which the first is its word."""
+    block = bytearray(fields.ljust(BLOCK, b"\0"))
+    block[:8] = sum_of_block(block).to_bytes(8, "little")
+    return bytes(block)
+
+
 def spans_of(sizes: Sequence[int]) -> np.ndarray:
     """(n, 2) int64, [first byte, bytes] of spans that follow each other without a gap."""
     lengths = np.array(sizes, np.int64)
@@ -88,9 +95,7 @@ class Geometry:
     def block(self, index: int) -> bytes:
         """The first block of a file."""
         fields = (0, FILE_MAGIC, VERSION, self.place_bytes, self.places, self.files, index)
-        block = bytearray(_FILE.pack(*fields).ljust(BLOCK, b"\0"))
-        block[:8] = sum_of_block(block).to_bytes(8, "little")
-        return bytes(block)
+        return _worded(_FILE.pack(*fields))
 
     @classmethod
     def read(cls, block: bytes) -> tuple[Self, int]:
@@ -121,6 +126,12 @@ class Descriptor:
     nbytes: int
     head_sum: int
     table_sum: int
+
+    def block(self) -> bytes:
+        """A whole one, with the word that it has to have."""
+        fields = (0, ENTRY_MAGIC, self.number, self.ticket, self.head_bytes, self.spans, self.nbytes, self.head_sum,
+                  self.table_sum)
+        return _worded(_ENTRY.pack(*fields))
 
     @classmethod
     def read(cls, block: bytes, place_bytes: int) -> Self | None:

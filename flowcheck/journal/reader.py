@@ -27,7 +27,7 @@ from flowcheck.journal.files import found_files, opened_to_read
 from flowcheck.journal.format import BLOCK, LINE, Descriptor, Geometry, NotOurs, Torn, aligned
 from updater.ring import sum_of
 
-__all__ = ["Entry", "RingReader"]
+__all__ = ["Damaged", "Entry", "Place", "RingReader", "geometry_of", "places_in", "spans_in"]
 
 REMEDY = "an older step, or one that is made without it"
 _Read = TypeVar("_Read")
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Of a whole entry. at: its first byte in the file."""
 
     path: Path
@@ -54,8 +54,8 @@ class _Place:
     def name(self) -> str:
         return f"{self.path} at byte {self.at}"
 
-    def having(self, read: Callable[[int, _Place], _Read]) -> _Read:
-        """What `read` makes of an open file and this. Raises _Gone: the entry is another one by now; _Damaged, NotOurs,
+    def having(self, read: Callable[[int, Place], _Read]) -> _Read:
+        """What `read` makes of an open file and this. Raises _Gone: the entry is another one by now; Damaged, NotOurs,
         OSError."""
         with contextlib.ExitStack() as stack:
             try:
@@ -64,13 +64,13 @@ class _Place:
                 raise _Gone from None
             try:
                 return read(descriptor, self)
-            except _Damaged:
+            except Damaged:
                 if os.pread(descriptor, 8, self.at) != self.one.word.to_bytes(8, "little"):
                     raise _Gone from None
                 raise
 
 
-class _Damaged(Exception):
+class Damaged(Exception):
     """What differs."""
 
 
@@ -104,12 +104,12 @@ class RingReader:
         for place in self._whole(said):
             if place.one.number == number:
                 try:
-                    return place.having(_spans)
+                    return place.having(spans_in)
                 except _Gone:
                     raise UserError(
                         f"iteration {number} was overwritten while it was read", where=place.name, remedy=REMEDY
                     ) from None
-                except (_Damaged, NotOurs, OSError) as error:
+                except (Damaged, NotOurs, OSError) as error:
                     raise EnvironmentProblem(
                         f"iteration {number} cannot be used: {error}", where=place.name, remedy=REMEDY
                     ) from None
@@ -122,14 +122,13 @@ class RingReader:
         with reporting(self._directory, "a directory that can be read"):
             return found_files(self._directory)
 
-    def _whole(self, said: list[str]) -> list[_Place]:
+    def _whole(self, said: list[str]) -> list[Place]:
         """By number; of two with one number the newer. said: what is damaged is added."""
-        found: dict[int, _Place] = {}
+        found: dict[int, Place] = {}
         for path in self._files():
             try:
                 with opened_to_read(path) as descriptor:
-                    geometry, _ = Geometry.read(os.pread(descriptor, BLOCK, 0))
-                    for place in _places(descriptor, path, geometry, said):
+                    for place in places_in(descriptor, path, geometry_of(descriptor), said):
                         other = found.get(place.one.number)
                         if other is None or other.one.ticket < place.one.ticket:
                             found[place.one.number] = place
@@ -147,12 +146,18 @@ class RingReader:
                 entries.append(Entry(place.one.number, place.having(_front)[0], place.one.nbytes))
             except _Gone:
                 continue
-            except (_Damaged, NotOurs, OSError) as error:
+            except (Damaged, NotOurs, OSError) as error:
                 said.append(f"{place.name}: iteration {place.one.number}: {error}")
         return entries, said
 
 
-def _places(descriptor: int, path: Path, geometry: Geometry, said: list[str]) -> Iterator[_Place]:
+def geometry_of(descriptor: int) -> Geometry:
+    """Of an open file. Raises OSError, NotOurs, Torn."""
+    return Geometry.read(os.pread(descriptor, BLOCK, 0))[0]
+
+
+def places_in(descriptor: int, path: Path, geometry: Geometry, said: list[str]) -> Iterator[Place]:
+    """Those of a file that have whole entries. said: what is damaged is added."""
     for number in range(geometry.places):
         at = geometry.at(number)[1]
         for look in range(LOOKS):
@@ -166,42 +171,42 @@ def _places(descriptor: int, path: Path, geometry: Geometry, said: list[str]) ->
                     said.append(f"{path} at byte {at}: {error}")
                 continue
             if one is not None:
-                yield _Place(path, at, one)
+                yield Place(path, at, one)
             break
 
 
 def _bytes(descriptor: int, at: int, count: int) -> np.ndarray:
-    """Memory of its own, which begins at a page. Raises _Damaged: the file ends before."""
+    """Memory of its own, which begins at a page. Raises Damaged: the file ends before."""
     memory = mmap.mmap(-1, count)
     view, done = memoryview(memory), 0
     while done < count:
         got = os.preadv(descriptor, [view[done:]], at + done)
         if not got:
-            raise _Damaged("the file was cut short")
+            raise Damaged("the file was cut short")
         done += got
     return np.frombuffer(memory, np.uint8)
 
 
-def _front(descriptor: int, place: _Place) -> tuple[bytes, np.ndarray]:
-    """Head and table. Raises _Damaged, OSError."""
+def _front(descriptor: int, place: Place) -> tuple[bytes, np.ndarray]:
+    """Head and table. Raises Damaged, OSError."""
     return _checked(_bytes(descriptor, place.at, place.one.first_span)[BLOCK:], place.one)
 
 
 def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
-    """Head and table, (n, 2) uint64, from what lies between the first block and the spans. Raises _Damaged."""
+    """Head and table, (n, 2) uint64, from what lies between the first block and the spans. Raises Damaged."""
     split = one.table_at - BLOCK
     if sum_of(front[:split]) != one.head_sum:
-        raise _Damaged("the sum of its head differs")
+        raise Damaged("the sum of its head differs")
     if sum_of(front[split:]) != one.table_sum:
-        raise _Damaged("the sum of its table differs")
+        raise Damaged("the sum of its table differs")
     table = front[split : split + 16 * one.spans].view(np.uint64).reshape(-1, 2)
     if one.first_span + sum(aligned(int(size), LINE) for size in table[:, 0]) > one.nbytes:
-        raise _Damaged("its table is of more than it has")
+        raise Damaged("its table is of more than it has")
     return front[: one.head_bytes].tobytes(), table
 
 
-def _spans(descriptor: int, place: _Place) -> tuple[bytes, list[np.ndarray]]:
-    """Raises _Damaged, OSError."""
+def spans_in(descriptor: int, place: Place) -> tuple[bytes, list[np.ndarray]]:
+    """Head and spans, all sums checked. Raises Damaged, OSError."""
     one = place.one
     image = _bytes(descriptor, place.at, one.nbytes)
     head, table = _checked(image[BLOCK : one.first_span], one)
@@ -209,7 +214,7 @@ def _spans(descriptor: int, place: _Place) -> tuple[bytes, list[np.ndarray]]:
     for number, (size, wanted) in enumerate(table.tolist()):
         end = at + aligned(size, LINE)
         if sum_of(image[at:end]) != wanted:
-            raise _Damaged(f"the sum of span {number} differs")
+            raise Damaged(f"the sum of span {number} differs")
         spans.append(image[at : at + size])
         at = end
     return head, spans

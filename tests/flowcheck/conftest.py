@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.rebuild.version import partial
 
-from ..updater.conftest import shm
+from ..updater.conftest import mounted, shm
 from . import pair
 from .hand_node import HandNode
 
-__all__ = ["hand_node", "shm", "slow_files", "wrapped"]
+__all__ = ["hand_node", "mounted", "shm", "slow_files", "wrapped"]
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """What a hostile or unlucky environment does to a replica: no memory, kills in the middle, odd files, odd numbers."""
-import ctypes
-import ctypes.util
+import hashlib
+import json
+import math
 import os
 import random
 import signal
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,31 +16,9 @@ from updater.reader import Reader
 from updater.replica import Replica
 
 from ..forks import fork
-from .bits import state_bits
-from .test_kernels import compare
-from .test_shared import advance, fresh, undisturbed
-
-LIBC = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
-
-
-@pytest.fixture
-def mounted(request):
-    """A file system of its own: (type, options)."""
-    kind, options = request.param
-    path = Path(tempfile.mkdtemp(prefix="flowcheck-test-"))
-    if LIBC.mount(b"flowcheck-test", str(path).encode(), kind.encode(), 0, options.encode()):
-        path.rmdir()
-        pytest.skip(f"{kind} cannot be mounted here: {os.strerror(ctypes.get_errno())}")
-    yield path
-    LIBC.umount2(str(path).encode(), 2)
-    path.rmdir()
-
-
-def huge_pages_free():
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("HugePages_Free:"):
-            return int(line.split()[1])
-    return 0
+from .conftest import huge_pages_free
+from .test_kernels import assert_equal, compare
+from .test_shared import advance, fresh, layout, state_bits, undisturbed
 
 
 @pytest.mark.parametrize("mounted", [("tmpfs", "size=512k")], indirect=True)

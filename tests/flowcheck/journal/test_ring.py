@@ -20,7 +20,8 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.journal.format import BLOCK, entry_bytes
 from flowcheck.journal.reader import RingReader
 from flowcheck.journal.ring import Hole, RingWriter, Written
-from tests.flowcheck.journal.journal_room import MEMORY, SIZES, offered, place_bytes, wanted, write
+from tests.flowcheck.journal.journal_room import MEMORY, SIZES, offered, outcome, place_bytes, wanted, write
+from tests.updater.conftest import huge_pages_free
 
 ROOT = Path(__file__).resolve().parents[3]
 FOUR = 4 * place_bytes() + BLOCK  # bytes of a ring of four places
@@ -54,7 +55,8 @@ def test_the_newest_are_there(directory: Path) -> None:
         assert found(directory) == [4, 5, 6, 7]
 
 
-SPANS = st.lists(st.one_of(st.integers(0, 300), st.integers(0, 3 << 18), st.just(1 << 18)), max_size=6)
+SIZE = st.one_of(st.integers(0, 300), st.integers(0, 3 << 18), st.sampled_from([1 << 18, 5 << 18]))
+SPANS = st.lists(SIZE, max_size=6)
 
 
 @settings(max_examples=25)
@@ -72,6 +74,21 @@ def test_any_sizes(
         for number in [*range(len(entries))][-places:]:
             head, spans = reader.read(number)
             assert (head, [span.tobytes() for span in spans]) == wanted(number, entries[number])
+
+
+def test_a_region_may_change_when_it_is_no_longer_read(directory: Path) -> None:
+    region = np.zeros(16 << 20, np.uint8)
+    most = entry_bytes(0, [region.size])
+    with RingWriter(directory, 2 * most + BLOCK, most) as writer:
+        for number in range(3):
+            region[:] = number
+            writer.offer(number, b"", region, [[0, region.size]])
+            while writer.reads(number):
+                pass
+            region[:] = 255
+            outcome(writer)
+            _, spans = RingReader(directory).read(number)
+            assert (spans[0] == number).all()
 
 
 def test_files_take_no_more_than_they_may(tmp_path: Path) -> None:
@@ -142,6 +159,60 @@ def test_two_processes_read_what_is_being_written(directory: Path) -> None:
         assert reader.stdout is not None
         assert reader.stdout.read().strip() == "40 as they were offered" and reader.returncode == 0
         reader.stdout.close()
+
+
+@pytest.mark.parametrize("mounted", [("hugetlbfs", "pagesize=2M")], indirect=True)
+def test_huge_pages_carry_a_journal(mounted: Path) -> None:
+    if huge_pages_free() < 2:
+        pytest.skip("no two huge pages of 2 MiB are free")
+    with RingWriter(mounted, 4 << 20, 1 << 20) as writer:
+        assert isinstance(write(writer, 1), Written) and isinstance(write(writer, 2), Written)
+    with RingWriter(mounted, 4 << 20, 1 << 20) as writer:
+        assert writer.found == found(mounted) == [1, 2]
+
+
+# -- several files ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two places in each."""
+    monkeypatch.setattr("flowcheck.journal.format.FILE_BYTES", 2 * place_bytes() + BLOCK)
+
+
+SIX = 3 * (2 * place_bytes() + BLOCK)
+
+
+def test_a_ring_of_several_files(directory: Path, small_files: None) -> None:
+    with RingWriter(directory, SIX, place_bytes()) as writer:
+        for number in range(9):
+            write(writer, number)
+    assert [path.name for path in sorted(directory.iterdir())] == ["ring-00000", "ring-00001", "ring-00002"]
+    assert found(directory) == [*range(3, 9)]
+    (directory / "ring-00001").unlink()
+    assert len(found(directory)) == 4
+    with RingWriter(directory, SIX, place_bytes()) as writer:
+        assert writer.found == found(directory) and len(writer.found) == 4
+        assert [isinstance(write(writer, number), Written) for number in (9, 10)] == [True] * 2
+        assert len(found(directory)) == 6, "the empty ones were taken first"
+    with RingWriter(directory, SIX - BLOCK, place_bytes()):
+        assert len([*directory.iterdir()]) == 2 and found(directory) == []
+
+
+def test_a_file_in_anothers_place_is_replaced(directory: Path, small_files: None) -> None:
+    with RingWriter(directory, SIX, place_bytes()) as writer:
+        for number in range(6):
+            write(writer, number)
+    (directory / "ring-00001").write_bytes((directory / "ring-00000").read_bytes())
+    with RingWriter(directory, SIX, place_bytes()) as writer:
+        assert writer.found == [0, 1, 4, 5] and len(writer.replaced) == 1
+
+
+@pytest.mark.parametrize("mounted", [("tmpfs", "size=256k")], indirect=True)
+def test_without_room_for_all_files_there_are_none(mounted: Path, small_files: None) -> None:
+    with pytest.raises(EnvironmentProblem) as caught:
+        RingWriter(mounted, SIX, place_bytes())
+    assert "remedy" in str(caught.value) and not list(mounted.iterdir())
 
 
 # -- what is in the directory already --------------------------------------------------------------------------
