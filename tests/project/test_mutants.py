@@ -11,7 +11,7 @@ from .script import ROOT, script
 
 ROOMS = (
     "flowcheck/rebuild", "flowcheck/node", "flowcheck/control", "flowcheck/checkpoint", "flowcheck/job",
-    "flowcheck/trainer", "parser", "updater",
+    "flowcheck/journal", "flowcheck/trainer", "parser", "updater",
 )
 # Lists of names; and what is tried in fresh processes alone.
 NOT_TRIED = {

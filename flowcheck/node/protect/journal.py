@@ -1,7 +1,8 @@
 """A journal on tmpfs: what made each step of another node's shard since a copy of it was taken, and that node's hashes.
 
     DIRECTORY/SOURCE/RUN/epoch-E/journal/job.json             the job: its manifest, run, and where its bytes lie
-                                         entry-000000000012   the gradients of an iteration, with its step's values
+                                         entry-000000000012   the gradients of an iteration, with its step's values:
+                                                              docs/understand/journal.md has its bytes
                                          hashes-000000000013  the source's own manifest of a step
 
     journal = Journal(folder)
@@ -21,16 +22,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from flowcheck.checkpoint.directory import MANIFEST_BYTES
 from flowcheck.checkpoint.paths import read_small
 from flowcheck.control.divergence import Divergence
-from flowcheck.control.tensors import packed
 from flowcheck.control.version import Version
 from flowcheck.durable import make_directory, remove_tree, write_atomic
-from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.job.clock import Clock
+from flowcheck.journal.entry_file import read_entry, write_entry
 from flowcheck.rebuild.version.records import StepRecord
 
 __all__ = ["FOLDER", "JobText", "Journal", "Made"]
@@ -116,9 +116,10 @@ class Journal:
         """record: groups, clip, scale, skipped. Returns bytes. Raises EnvironmentProblem."""
         tensors = {f"{BUCKET}{i}": bucket for i, bucket in enumerate(buckets)}
         tensors |= {f"{BUFFER}{name}": tensor for name, tensor in buffers.items()}
-        path = self.folder / f"entry-{iteration:012d}"
-        write_atomic(path, packed(tensors, {"record": json.dumps(dict(record))}))
-        return self._size(path)
+        head = {"iteration": iteration, "record": dict(record), "spans": [
+            [name, str(one.dtype).removeprefix("torch."), list(one.shape)] for name, one in tensors.items()]}
+        spans = [one.contiguous().reshape(-1).view(torch.uint8).numpy() for one in tensors.values()]
+        return write_entry(self.folder / f"entry-{iteration:012d}", iteration, json.dumps(head).encode(), spans)
 
     def hashed(self, version: Version) -> None:
         write_atomic(self.folder / f"hashes-{version.step:012d}", json.dumps(version.document()).encode())
@@ -127,14 +128,19 @@ class Journal:
         """Raises FlowcheckError: it is not here, or damaged."""
         path = self.folder / f"entry-{iteration:012d}"
         try:
-            with safe_open(path, framework="pt") as file:
-                said = json.loads(file.metadata()["record"])
-                names = list(file.keys())
-                tensors = {name: file.get_tensor(name) for name in names}
-            buckets = [tensors[f"{BUCKET}{i}"] for i in range(sum(name.startswith(BUCKET) for name in names))]
+            number, head, spans = read_entry(path)
+            said = json.loads(head)
+            if number != iteration:
+                raise ValueError(f"it is iteration {number}")
+            tensors = {name: torch.from_numpy(span).view(getattr(torch, dtype)).reshape(shape)
+                       for span, (name, dtype, shape) in zip(spans, said["spans"], strict=True)}
+            said = said["record"]
+            buckets = [tensors[f"{BUCKET}{i}"] for i in range(sum(name.startswith(BUCKET) for name in tensors))]
             buffers = {name.removeprefix(BUFFER): one for name, one in tensors.items() if name.startswith(BUFFER)}
             record = StepRecord(said["groups"], said["clip"], said["scale"], said["skipped"], buffers=buffers)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except EnvironmentProblem as error:
+            raise FlowcheckError(f"iteration {iteration} cannot be read: {error.what}", where=str(path)) from None
+        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
             raise FlowcheckError(f"iteration {iteration} cannot be read: {error}", where=str(path)) from None
         return Made(record, buckets)
 

@@ -8,12 +8,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.journal.entry_file import write_entry
 from flowcheck.node.protect.journal import JobText, Journal
 from flowcheck.rebuild.version.records import StepRecord
 
@@ -138,25 +139,56 @@ def test_where_nothing_can_be_written_that_is_said(journal: Journal) -> None:
     assert str(path) in refused.value.where and names(journal) == [path.name, "job.json"], "and half of it is gone"
 
 
-@pytest.mark.parametrize("about", [
-    None, {"record": "{"}, {"record": "7"}, {"record": "{}"}, {"other": "{}"}, {"record": "[" * 100_000},
-    *({"record": json.dumps({key: value for key, value in RECORD.items() if key != lacking})} for lacking in RECORD),
-])
-def test_an_entry_that_is_none_is_an_error(journal: Journal, about: dict[str, str] | None) -> None:
+SPANS = [["bucket.0", "float32", [1]]]
+
+
+def entry(journal: Journal, text: str, number: int = 4, spans: int = 1) -> Path:
+    """With this head, and so many spans of 4 bytes."""
     path = journal.folder / "entry-000000000004"
-    save_file({"bucket.0": torch.zeros(1)}, path, about)
+    write_entry(path, number, text.encode(), [np.zeros(4, np.uint8)] * spans)
+    return path
+
+
+@pytest.mark.parametrize("head", [
+    "", "{", "7", "{}", "[" * 100_000, json.dumps({"record": RECORD}), json.dumps({"spans": SPANS}),
+    *(json.dumps({"record": record, "spans": SPANS}) for record in (
+        7, {}, *({key: value for key, value in RECORD.items() if key != lacking} for lacking in RECORD))),
+    *(json.dumps({"record": RECORD, "spans": spans}) for spans in (
+        7, [], [["bucket.0", "float32", [2]]], [["bucket.0", "float33", [1]]], [["bucket.0", "nn", [1]]],
+        [["bucket.0", "float64", [1]]], [["bucket.2", "float32", [1]]], [*SPANS, *SPANS], [["bucket.0", "float32"]])),
+])
+def test_an_entry_that_says_something_else_is_an_error(journal: Journal, head: str) -> None:
+    path = entry(journal, head)
     with pytest.raises(FlowcheckError, match="iteration 4 cannot be read: ") as refused:
         journal.made(4)
     assert refused.value.where == str(path)
 
 
-def test_a_bucket_that_is_not_there_is_an_error(journal: Journal) -> None:
-    path = journal.folder / "entry-000000000004"
-    save_file({"bucket.0": torch.zeros(1), "bucket.2": torch.zeros(1)}, path, {"record": json.dumps(RECORD)})
+def test_an_entry_of_another_iteration_is_an_error(journal: Journal) -> None:
+    head = json.dumps({"record": RECORD, "spans": SPANS})
+    entry(journal, head)
+    assert journal.made(4).buckets[0].tolist() == [0.0]
+    entry(journal, head, 5)
     with pytest.raises(FlowcheckError, match="iteration 4 cannot be read"):
         journal.made(4)
+
+
+def test_one_that_is_not_there_is_an_error(journal: Journal) -> None:
     with pytest.raises(FlowcheckError, match="iteration 5 cannot be read"):
         journal.made(5)
+
+
+@pytest.mark.parametrize("at", [0, 4096 + 16, 2 * 4096, 2 * 4096 + 150, 3 * 4096])
+def test_a_bit_that_differs_is_an_error(journal: Journal, at: int) -> None:
+    """In a first block, the head and a bucket."""
+    journal.add(4, RECORD, [torch.arange(1000.0)], {})
+    path = journal.folder / "entry-000000000004"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+    with pytest.raises(FlowcheckError, match="iteration 4 cannot be read: "):
+        journal.made(4)
+    path.write_bytes(whole)
+    assert torch.equal(journal.made(4).buckets[0], torch.arange(1000.0))
 
 
 # -- the source's hashes -------------------------------------------------------------------------------------------
