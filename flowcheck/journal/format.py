@@ -75,7 +75,7 @@ class Geometry:
     def of(cls, total: int, entry: int, page: int = BLOCK) -> Self:
         """The most places of entries of at most so many bytes in files of `total` together, whose sizes are multiples
         of `page`. Raises ValueError: that is not even two."""
-        place = aligned(max(entry, 2 * BLOCK), BLOCK)
+        place = aligned(max(entry, 1), BLOCK)
         files = max(1, total // max(FILE_BYTES, aligned(BLOCK + place, page)))
         places = (total // files // page * page - BLOCK) // place
         if places * files < 2:
@@ -109,7 +109,7 @@ class Geometry:
             raise Torn("its first block is damaged: the sum differs")
         if magic != FILE_MAGIC or version != VERSION:
             raise NotOurs(f"it is a journal's of format {version}; this is {VERSION}")
-        if place_bytes % BLOCK or place_bytes < 2 * BLOCK or not places or index >= files:
+        if place_bytes % BLOCK or not place_bytes or not places or index >= files:
             raise NotOurs("its first block contradicts itself")
         return cls(place_bytes, places, files), index
 
@@ -141,7 +141,7 @@ class Descriptor:
             return None
         if word != sum_of_block(block):
             raise Torn(f"its first block, of what was iteration {number}, is damaged: the sum differs")
-        if magic != ENTRY_MAGIC or not 2 * BLOCK <= size <= place_bytes or number < 0:
+        if magic != ENTRY_MAGIC or size > place_bytes or number < 0:
             raise Torn("its first block contradicts itself")
         one = cls(word, number, ticket, head_bytes, spans, size, head_sum, table_sum)
         if one.first_span > size:

@@ -18,9 +18,9 @@ class Places:
     """count places, all empty."""
 
     def __init__(self, count: int) -> None:
-        self._numbers = np.full(count, _NONE, np.int64)
-        self._tickets = np.zeros(count, np.int64)  # of what was written there, or at last failed for good
-        self._failed = np.zeros(count, np.int64)  # times in a row
+        self._numbers = np.full(count, _NONE)
+        self._tickets = np.full(count, 0)  # of what was written there, or failed too often
+        self._failed = np.full(count, 0)  # times in a row
         self._busy = np.zeros(count, bool)
 
     @property
@@ -55,7 +55,5 @@ class Places:
             if (found := np.flatnonzero(these & free)).size:
                 place = int(found[np.argmin(self._tickets[found])])
                 self._numbers[place], self._busy[place] = _NONE, True
-                if not self._failed[place]:
-                    self._tickets[place] = 0
                 return place
         return None
