@@ -141,7 +141,7 @@ class Descriptor:
             return None
         if word != sum_of_block(block):
             raise Torn(f"its first block, of what was iteration {number}, is damaged: the sum differs")
-        if magic != ENTRY_MAGIC or size > place_bytes or number < 0:
+        if magic != ENTRY_MAGIC or size > place_bytes or number < 0 or ticket >> 62:
             raise Torn("its first block contradicts itself")
         one = cls(word, number, ticket, head_bytes, spans, size, head_sum, table_sum)
         if one.first_span > size:

@@ -158,7 +158,10 @@ def geometry_of(descriptor: int) -> Geometry:
 
 def places_in(descriptor: int, path: Path, geometry: Geometry, said: list[str]) -> Iterator[Place]:
     """Those of a file that have whole entries. said: what is damaged is added."""
-    for number in range(geometry.places):
+    whole = min(geometry.places, (os.fstat(descriptor).st_size - BLOCK) // geometry.place_bytes)
+    if whole < geometry.places:
+        said.append(f"{path}: it was cut short")
+    for number in range(whole):
         at = geometry.at(number)[1]
         for look in range(LOOKS):
             block = os.pread(descriptor, BLOCK, at)

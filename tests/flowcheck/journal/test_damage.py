@@ -15,6 +15,7 @@ from flowcheck.journal.format import BLOCK
 from flowcheck.journal.reader import RingReader
 from flowcheck.journal.ring import RingWriter, Written
 from tests.flowcheck.journal.journal_room import MEMORY, SIZES, place_bytes, wanted, write
+from updater.ring import sum_of, sum_of_block
 
 # First byte and bytes of the parts of an entry in its place: docs/understand/journal.md draws them.
 HEAD = BLOCK
@@ -111,3 +112,69 @@ def test_the_place_of_a_damaged_entry_is_used_again(tmp_path: Path) -> None:
         write(writer, 3)
         assert [entry.number for entry in RingReader(tmp_path).entries] == [2, 3]
         assert RingReader(tmp_path).damaged == []
+
+
+# -- blocks that are whole, and say what cannot be -------------------------------------------------------------
+
+U64 = (1 << 64) - 1
+
+
+def forge(ring: Path, at: int, **words: int) -> None:
+    """Write numbers of 8 bytes into a block, by their place in it, and the word that it has to have then."""
+    data = bytearray((ring / "ring-00000").read_bytes())
+    for name, value in words.items():
+        place = at + 8 * int(name.removeprefix("w"))
+        data[place : place + 8] = value.to_bytes(8, "little")
+    data[at : at + 8] = sum_of_block(data[at : at + BLOCK]).to_bytes(8, "little")
+    (ring / "ring-00000").write_bytes(data)
+
+
+@pytest.fixture
+def ring_of_one(tmp_path: Path) -> Path:
+    with RingWriter(tmp_path, 2 * place_bytes() + BLOCK, place_bytes()) as writer:
+        write(writer, 7)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "words", [{"w1": 5}, {"w2": 2}, {"w3": 0}, {"w3": 4097}, {"w4": 0}, {"w5": 0}, {"w6": 1}, {"w1": 5, "w2": 2}],
+)
+def test_a_forged_file_is_not_ours(ring_of_one: Path, words: dict[str, int]) -> None:
+    forge(ring_of_one, 0, **words)
+    reader = RingReader(ring_of_one)
+    assert reader.entries == [] and len(reader.damaged) == 1
+    before = (ring_of_one / "ring-00000").read_bytes()
+    with pytest.raises(UserError, match="ring-00000"):
+        RingWriter(ring_of_one, 2 * place_bytes() + BLOCK, place_bytes())
+    assert (ring_of_one / "ring-00000").read_bytes() == before
+
+
+@pytest.mark.parametrize("words", [{"w4": 1 << 60}, {"w3": 1 << 60}, {"w3": U64 - 4095, "w4": U64}])
+def test_a_file_that_says_it_is_larger_is_cut_short(ring_of_one: Path, words: dict[str, int]) -> None:
+    forge(ring_of_one, 0, **words)
+    assert any("cut short" in one for one in RingReader(ring_of_one).damaged)
+
+
+@pytest.mark.parametrize(
+    "words", [{"w1": 5}, {"w2": U64}, {"w3": U64}, {"w4": U64}, {"w4": 1 << 40}, {"w5": U64}, {"w5": 1 << 40},
+              {"w5": 5}, {"w6": 0}, {"w6": BLOCK}, {"w6": place_bytes() + BLOCK}, {"w6": U64}, {"w7": 1}, {"w8": 1}],
+)
+def test_a_forged_entry_is_named(ring_of_one: Path, words: dict[str, int]) -> None:
+    forge(ring_of_one, BLOCK, **words)
+    reader = RingReader(ring_of_one)
+    assert reader.entries == [] and len(reader.damaged) == 1
+    with pytest.raises((UserError, EnvironmentProblem)):
+        reader.read(7)
+    with RingWriter(ring_of_one, 2 * place_bytes() + BLOCK, place_bytes()) as writer:
+        assert isinstance(write(writer, 8), Written) and isinstance(write(writer, 9), Written)
+    assert [entry.number for entry in RingReader(ring_of_one).entries] == [8, 9]
+
+
+def test_a_forged_table_is_named(ring_of_one: Path) -> None:
+    """Of spans that are larger than the entry."""
+    data = bytearray((ring_of_one / "ring-00000").read_bytes())
+    data[BLOCK + TABLE : BLOCK + TABLE + 8] = (1 << 50).to_bytes(8, "little")
+    (ring_of_one / "ring-00000").write_bytes(data)
+    forge(ring_of_one, BLOCK, w8=sum_of(data[BLOCK + TABLE : BLOCK + FIRST]))
+    with pytest.raises(EnvironmentProblem, match="table"):
+        RingReader(ring_of_one).read(7)

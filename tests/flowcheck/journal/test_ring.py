@@ -199,6 +199,14 @@ def test_a_ring_of_several_files(directory: Path, small_files: None) -> None:
         assert len([*directory.iterdir()]) == 2 and found(directory) == []
 
 
+def test_entries_larger_than_a_file_have_one_each(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flowcheck.journal.format.FILE_BYTES", BLOCK)
+    with RingWriter(directory, 3 * (place_bytes() + BLOCK), place_bytes()) as writer:
+        for number in range(5):
+            write(writer, number)
+    assert len([*directory.iterdir()]) == 3 and found(directory) == [2, 3, 4]
+
+
 def test_a_file_in_anothers_place_is_replaced(directory: Path, small_files: None) -> None:
     with RingWriter(directory, SIX, place_bytes()) as writer:
         for number in range(6):
