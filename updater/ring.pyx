@@ -108,16 +108,18 @@ def sum_of(const uint8_t[::1] data):
 
 
 cdef class Ring:
-    """slot_bytes: the most that an entry takes. mapped: places are memory that the caller has mapped; else direct: their
-    files are open for direct I/O, disk: fdatasync makes what was written last. Raises MemoryError."""
+    """slot_bytes: the most that an entry takes. mapped: places are memory that the caller has mapped; else direct:
+    their files are open for direct I/O, disk: fdatasync makes what was written last. files: kept as long as the threads
+    may use them. Raises MemoryError."""
 
     cdef fcj_ring *ring
     cdef dict keep  # what is copied, by ticket
     cdef bint ended, given_up
+    cdef object files
 
-    def __cinit__(self, uint64_t slot_bytes, bint mapped=False, bint direct=False, bint disk=False):
+    def __cinit__(self, uint64_t slot_bytes, bint mapped=False, bint direct=False, bint disk=False, object files=None):
         cdef int how = (FCJ_MAPPED if mapped else 0) | (FCJ_DIRECT if direct else 0) | (FCJ_DISK if disk else 0)
-        self.keep = {}
+        self.keep, self.files = {}, files
         self.ring = fcj_start(slot_bytes, how, fcu_best.sums)
         if self.ring == NULL:
             raise MemoryError(f"a journal's two slots of {slot_bytes} bytes, or its threads")

@@ -63,10 +63,11 @@ class RingFiles:
             make_directory(directory)
             self._locks = [os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)]
         try:
-            self._alone()
-            self.memory = file_system(self._locks[0])
-            self.disk = not self.memory
-            self.page = os.fstatvfs(self._locks[0]).f_bsize if self.memory == "hugetlbfs" else BLOCK
+            with reporting(directory, "a file system of this machine's, or one that has locks"):
+                self._alone()
+                self.memory = file_system(self._locks[0])
+                self.disk = not self.memory
+                self.page = os.fstatvfs(self._locks[0]).f_bsize if self.memory == "hugetlbfs" else BLOCK
             self.geometry = self._cut(nbytes, entry_bytes)
             self._prepare()
             self._open()
@@ -120,7 +121,7 @@ class RingFiles:
             try:
                 for path, index in missing.items():
                     self._make(path, index)
-            except OSError:  # a disk that has no room for all of them is left as it was
+            except OSError:  # a disk that has no room for all of them keeps none
                 for path in missing:
                     path.unlink(missing_ok=True)
                 raise

@@ -152,7 +152,7 @@ class RingWriter:
     def _started(self) -> Ring:
         most, files = self.geometry.place_bytes, self._files
         try:
-            return Ring(most, mapped=bool(files.addresses), direct=files.direct, disk=files.disk)
+            return Ring(most, mapped=bool(files.addresses), direct=files.direct, disk=files.disk, files=files)
         except MemoryError:
             raise EnvironmentProblem(
                 f"there is no memory for two entries of {size_text(most)} on their way, or no room for two threads",
@@ -189,7 +189,7 @@ class RingWriter:
         for place in range(self.geometry.places * self.geometry.files):
             try:
                 one = Descriptor.read(self._files.block(*self.geometry.at(place)), self.geometry.place_bytes)
-            except Torn:
+            except (Torn, EnvironmentProblem):
                 continue  # a reader names it; here it is a place that is free
             if one is not None:
                 found.append((one.ticket, place, one.number))

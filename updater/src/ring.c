@@ -334,12 +334,14 @@ int64_t fcj_writing(const fcj_ring *ring, int64_t *number)
 int fcj_stop(fcj_ring *ring, int64_t nanoseconds)
 {
     struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
+    clock_gettime(CLOCK_MONOTONIC, &until);
     until.tv_sec += (until.tv_nsec + nanoseconds) / 1000000000;
     until.tv_nsec = (until.tv_nsec + nanoseconds) % 1000000000;
     sem_post(&ring->given);
     pthread_join(ring->copier, NULL);
-    if (pthread_timedjoin_np(ring->writer, NULL, &until)) {
+    if (ring->how & FCJ_MAPPED) { /* a word is all that is left to write */
+        pthread_join(ring->writer, NULL);
+    } else if (pthread_clockjoin_np(ring->writer, NULL, CLOCK_MONOTONIC, &until)) {
         pthread_detach(ring->writer);
         return 0;
     }
