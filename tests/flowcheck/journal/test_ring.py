@@ -36,9 +36,9 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 def found(directory: Path, sizes: Any = SIZES) -> list[int]:
     """Iterations that a reader gives as they were offered; it names nothing as damaged."""
     reader = RingReader(directory)
-    for number, head, _ in reader.entries:
+    for number, head, nbytes in reader.entries:
         said, spans = reader.read(number)
-        assert said == head
+        assert said == head and nbytes == place_bytes()
         assert (head, [span.tobytes() for span in spans]) == wanted(number, sizes)
     assert not reader.damaged
     return [entry.number for entry in reader.entries]
@@ -135,6 +135,40 @@ def test_what_is_larger_than_a_place_is_a_hole(tmp_path: Path) -> None:
         assert [(one.number, one.cause) for one in said if isinstance(one, Hole)] == [(1, "large")] and len(said) == 1
         write(writer, 2)
     assert found(tmp_path / "journal") == [2]
+
+
+def test_a_write_that_fails_is_a_hole_with_its_place(tmp_path: Path) -> None:
+    """Its file is a pipe for a while, in which nothing can be written at a place."""
+    with RingWriter(tmp_path, FOUR, place_bytes()) as writer:
+        write(writer, 1)
+        [there] = [int(one) for one in os.listdir("/proc/self/fd")
+                   if os.path.realpath(f"/proc/self/fd/{one}") == str(tmp_path / "ring-00000")]
+        kept, pipe = os.dup(there), os.pipe()
+        os.dup2(pipe[1], there)
+        for number in (2, 3, 4, 5):
+            said = write(writer, number)
+            assert isinstance(said, Hole) and (said.number, said.cause) == (number, "ESPIPE")
+            assert f"ring-00000 at byte {BLOCK + place_bytes() * (1 + (number == 5))}" in said.why
+        os.dup2(kept, there)
+        said = write(writer, 6)
+        assert isinstance(said, Written) and (said.number, said.nbytes) == (6, place_bytes()) and said.seconds > 0
+        for one in (kept, *pipe):
+            os.close(one)
+    assert found(tmp_path) == [1, 6]
+
+
+def test_what_comes_too_fast_is_a_hole_and_closing_says_what_became_of_the_rest(tmp_path: Path) -> None:
+    region = np.zeros(16 << 20, np.uint8)
+    most = entry_bytes(0, [region.size])
+    writer = RingWriter(tmp_path, 3 * most + BLOCK, most)
+    number, said = 0, []
+    while writer.offer(number, b"", region, [[0, region.size]]):
+        said += writer.taken()
+        number += 1
+    said += writer.close(60.0)
+    assert [(one.number, one.cause, bool(one.why)) for one in said if isinstance(one, Hole)] == [(number, "busy", True)]
+    assert [one.number for one in said if isinstance(one, Written)] == [*range(number)]
+    assert writer.close() == []
 
 
 @pytest.mark.parametrize("spans", [[[0, 9]], [[-1, 2]], [[8, 1]], [[1 << 62, 1 << 62]], [[0, -1]]])
