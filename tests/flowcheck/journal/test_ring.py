@@ -20,7 +20,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.journal.format import BLOCK, entry_bytes
 from flowcheck.journal.reader import RingReader
 from flowcheck.journal.ring import Hole, RingWriter, Written
-from tests.flowcheck.journal.journal_room import MEMORY, SIZES, offered, outcome, place_bytes, wanted, write
+from tests.flowcheck.journal.journal_room import MEMORY, offered, outcome, place_bytes, wanted, write
 from tests.updater.conftest import huge_pages_free
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,13 +33,13 @@ def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         yield (tmp_path if request.param == "disk" else Path(memory)) / "a" / "journal"
 
 
-def found(directory: Path, sizes: Any = SIZES) -> list[int]:
+def found(directory: Path) -> list[int]:
     """Iterations that a reader gives as they were offered; it names nothing as damaged."""
     reader = RingReader(directory)
     for number, head, nbytes in reader.entries:
         said, spans = reader.read(number)
         assert said == head and nbytes == place_bytes()
-        assert (head, [span.tobytes() for span in spans]) == wanted(number, sizes)
+        assert (head, [span.tobytes() for span in spans]) == wanted(number)
     assert not reader.damaged
     return [entry.number for entry in reader.entries]
 
