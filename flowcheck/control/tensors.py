@@ -25,7 +25,7 @@ from flowcheck.job.model import unwritable
 
 __all__ = [
     "CHUNK", "DTYPES", "HEADER_LIMIT", "MOST_ELEMENTS", "TensorSpec", "header", "is_shape", "memory", "packed",
-    "packed_bytes", "pieces", "places", "unpack",
+    "packed_bytes", "pieces", "places", "specs_of", "unpack",
 ]
 
 #: torch dtype -> name in manifests, name in safetensors.
@@ -172,6 +172,20 @@ def places(
     if reach != size:
         raise UserError(f"{size - reach} bytes behind the last tensor", where=where)
     return spans
+
+
+def specs_of(entries: Mapping[str, Any], where: str) -> dict[str, TensorSpec]:
+    """What a stranger's header says that there is, without its metadata; `unpack` holds the bytes against it. Raises
+    UserError: a tensor is not described."""
+    names: dict[str, str] = {short: name for name, short in DTYPES.values()}
+    out = {}
+    for name, entry in entries.items():
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        if not isinstance(dtype, str) or dtype not in names or not is_shape(shape):
+            raise UserError(f"tensor {name[:40]!r} is not described", where=where,
+                            remedy="another copy of this version, or another version")
+        out[name] = TensorSpec(names[dtype], tuple(shape))
+    return out
 
 
 def _entries(text: bytes | bytearray, where: str) -> dict[str, Any]:

@@ -4,9 +4,7 @@
     Packer().pack(...)                                                           the same, again and again
     UserState.of(data, where)                                                    read from anybody, checked
 
-Kept are None, bool, int, float, str, bytes, tensors, and list, tuple, dict (also OrderedDict and Counter, which torch's
-schedulers use) of them, with keys that are str or int. Each of exactly that type: a subclass could not be given back.
-A scalar of numpy's is kept as the Python number that it is, in either place.
+Kept are bytes, tensors, and what values.py keeps.
 The file's metadata has the structure as JSON, and SHA-256 over the whole file with zeros in the hash's own place. So
 one name, one file, and any loader of safetensors shows what is in it. A tensor is copied to memory when it is packed.
 Torch and the standard library. Any thread.
@@ -18,36 +16,27 @@ import ctypes
 import hashlib
 import json
 import marshal
-import math
 import re
-from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from flowcheck.control.numbers import plain
-from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, TensorSpec, is_shape, pieces, unpack
+from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, pieces, specs_of, unpack
+from flowcheck.control.values import Refused, tree_of, value_of
 from flowcheck.errors import UserError
 
 __all__ = ["USER_BYTES", "Packer", "Refused", "UserState", "pack", "seal_of", "tail_bytes", "tail_of"]
 
 USER_BYTES = 1 << 20  # of one rank's state, the whole file
-MOST_BITS = 4096  # of a whole number; Python itself reads some thousand digits
-MOST_DEEP = 32  # containers in containers
 FORM = "user/1"
 _OPENS = b'{"__metadata__":{"sha256":"'  # what every header begins with; the hash follows
 _BEGINS = f'{_OPENS.decode()}{"0" * 64}","flowcheck":"'
 _HASH = slice(8 + len(_OPENS), 8 + len(_OPENS) + 64)
 _Held = dict[str, torch.Tensor | bytes]  # by name in the file; bytes are a tensor of one dimension there
-_PLAIN = {bool, str, type(None)}
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
-_DICTS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-
-
-class Refused(UserError):
-    """A value that cannot be kept. where: its path."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +61,14 @@ class UserState:
             sound = False
         if not sound:
             raise _bad("is not a user state", where)
-        tensors = unpack(bytearray(data), _specs(entries, where), where)
+        tensors = unpack(bytearray(data), specs_of(entries, where), where)
         numbers = [_number(about.get(name), name, where) for name in ("step", "rank", "ranks")]
         try:
             tree = json.loads(about["tree"])
         except (KeyError, TypeError, ValueError, RecursionError):
             raise _bad("has no structure", where) from None
         step, rank, ranks = numbers
-        return cls(step, rank, ranks, _value(tree, tensors, where, 0))
+        return cls(step, rank, ranks, value_of(tree, partial(_value, tensors, where), where))
 
 
 def pack(state: Any, *, step: int, rank: int, ranks: int, most: int = USER_BYTES) -> bytes:
@@ -277,41 +266,23 @@ def seal_of(data: bytes | bytearray, where: str) -> str:
 
 
 def _tree(value: Any, tensors: _Held, path: str, deep: int) -> Any:
-    value = plain(value)
+    return tree_of(value, partial(_apart, tensors), f"user state{path}", deep)
+
+
+def _apart(tensors: _Held, value: Any, path: str) -> Any:
     kind = type(value)
-    if kind is int and value.bit_length() > MOST_BITS:
-        raise Refused(f"a number of {value.bit_length()} bits cannot be kept", where=_shown(path), remedy="bytes")
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"float": value.hex()}
     if kind is bytes:
         return {"bytes": _held(tensors, value)}
     if isinstance(value, torch.Tensor):
         return {"tensor": _held(tensors, _kept(value, path))}
-    if deep == MOST_DEEP:
-        raise Refused(f"lies more than {MOST_DEEP} containers deep", where=_shown(path), remedy="a flatter value")
-    if kind in (list, tuple):
-        if kind is list and set(map(type, value)) <= _PLAIN:
-            return value
-        items = [_tree(item, tensors, f"{path}[{at}]", deep + 1) for at, item in enumerate(value)]
-        return items if kind is list else {"tuple": items}
-    if kind in _DICTS:
-        pairs = []
-        for key, item in ((plain(key), item) for key, item in value.items()):
-            if type(key) not in (str, int):
-                raise Refused(f"a key that is a {type(key).__name__} cannot be kept", where=_shown(path),
-                              remedy="keys that are str or int")
-            pairs.append([key, _tree(item, tensors, f"{path}[{key!r}]", deep + 1)])
-        return {_DICTS[kind]: pairs}
-    raise Refused(f"a {kind.__module__}.{kind.__qualname__} cannot be kept", where=_shown(path),
+    raise Refused(f"a {kind.__module__}.{kind.__qualname__} cannot be kept", where=path,
                   remedy="numbers, str, bytes, tensors, and list, tuple or dict of them")
 
 
 def _kept(value: torch.Tensor, path: str) -> torch.Tensor:
     if value.layout != torch.strided or value.is_quantized or value.dtype not in DTYPES or value.is_meta:
         raise Refused(f"a tensor of {value.dtype}, {value.layout}, on {value.device} cannot be kept",
-                      where=_shown(path), remedy="a dense tensor of a plain type")
+                      where=path, remedy="a dense tensor of a plain type")
     return value.detach()
 
 
@@ -319,10 +290,6 @@ def _held(tensors: _Held, tensor: torch.Tensor | bytes) -> str:
     name = str(len(tensors))
     tensors[name] = tensor
     return name
-
-
-def _shown(path: str) -> str:
-    return f"user state{path}"
 
 
 def _too_large(nbytes: int, most: int) -> Refused:
@@ -333,50 +300,15 @@ def _too_large(nbytes: int, most: int) -> Refused:
 # -- and back --------------------------------------------------------------------------------------------------
 
 
-def _value(tree: Any, tensors: Mapping[str, torch.Tensor], where: str, deep: int) -> Any:
-    if tree is None or type(tree) in (bool, int, float, str):
-        return tree
-    if deep > MOST_DEEP:
-        raise _bad("is nested too deeply", where)
-    if isinstance(tree, list):
-        return [_value(item, tensors, where, deep + 1) for item in tree]
-    if len(tree) != 1:
-        raise _bad("has a value of no known kind", where)
-    ((kind, held),) = tree.items()
-    if kind in ("tensor", "bytes") and isinstance(held, str) and held in tensors:
-        found = tensors[held]
-        if kind == "tensor":
-            return found
-        if found.dtype != torch.uint8 or found.dim() != 1:
-            raise _bad("has bytes that are none", where)
-        return bytes(found.tolist())
-    if kind == "float" and held in ("inf", "-inf", "nan"):
-        return float(held)
-    if kind == "tuple" and isinstance(held, list):
-        return tuple(_value(item, tensors, where, deep + 1) for item in held)
-    for made, name in _DICTS.items():
-        if kind == name and isinstance(held, list) and all(_is_pair(pair) for pair in held):
-            pairs = {key: _value(item, tensors, where, deep + 1) for key, item in held}
-            if len(pairs) < len(held):
-                raise _bad("has a key twice", where)
-            return made(pairs)
-    raise _bad("has a value of no known kind", where)
-
-
-def _is_pair(pair: Any) -> bool:
-    return isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (str, int)
-
-
-def _specs(entries: Mapping[str, Any], where: str) -> dict[str, TensorSpec]:
-    """What the header says that there is; `unpack` holds the bytes against it."""
-    names: dict[str, str] = {short: name for name, short in DTYPES.values()}
-    out = {}
-    for name, entry in entries.items():
-        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(dtype, str) or dtype not in names or not is_shape(shape):
-            raise _bad(f"tensor {name[:40]!r} is not described", where)
-        out[name] = TensorSpec(names[dtype], tuple(shape))
-    return out
+def _value(tensors: Mapping[str, torch.Tensor], where: str, kind: str, held: Any) -> Any:
+    if kind not in ("tensor", "bytes") or not isinstance(held, str) or held not in tensors:
+        return NotImplemented
+    found = tensors[held]
+    if kind == "tensor":
+        return found
+    if found.dtype != torch.uint8 or found.dim() != 1:
+        raise _bad("has bytes that are none", where)
+    return bytes(found.tolist())
 
 
 def _number(said: Any, name: str, where: str) -> int:
