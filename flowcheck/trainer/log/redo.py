@@ -1,0 +1,335 @@
+"""Steps made again by the trainer's own optimizer, on its own device: a base, and the log's entries since.
+
+    redone = redo(parameters, optimizer, base, entries, say)
+    redone.step, redone.verified, redone.differs
+
+For each iteration: parameters that the base has of just this step are put in place (value and state), the optimizer's
+options are those of the record and no others, gradients are as it had them (None where it had none, or where the
+parameter has not begun), and `optimizer.step()` is called, unless the step was skipped. Hooks of the script are not
+called: what they change in gradients is in the log already.
+
+State is assigned into `optimizer.state`; `load_state_dict` would change types. Where anything fails, parameters, state,
+options and gradients are left as they were. torch and the standard library. The training thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from flowcheck.control.checksum import begin_checksums
+from flowcheck.errors import UserError
+from flowcheck.job.sampling import ONCE, state_name
+from flowcheck.trainer.describe.parts import local
+from flowcheck.trainer.log.base import Base, BasePiece, Made
+from flowcheck.trainer.log.copies import live
+from flowcheck.trainer.log.record import Entry, StepRecord, made_options, set_options
+from flowcheck.trainer.log.refusals import refused
+
+__all__ = ["Redone", "redo"]
+
+SAY_SECONDS = 5.0  # between two lines of progress
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_GLOBAL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+_SCALER = ("grad_scale", "found_inf")
+
+
+@dataclass(frozen=True)
+class Redone:
+    """What came of it.
+
+    step: iterations done, as the state has them.
+    verified: the newest step whose checksums, of all parameters, are those of the trainer; None: no entry had them.
+    differs: the first tensor whose checksum is another, and after which step; "" otherwise. Model and optimizer are
+        then as they were before.
+    unproven: what is otherwise than where the steps were first made, and may round otherwise.
+    calls: of `optimizer.step()`.
+    seconds: that it took.
+    """
+
+    step: int
+    verified: int | None
+    differs: str
+    unproven: tuple[str, ...]
+    calls: int
+    seconds: float
+
+
+def redo(
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, base: Base, entries: Iterable[Entry],
+    say: Callable[[str], None], *, to: int | None = None, options: list[dict[str, Any]] | None = None,
+) -> Redone:
+    """parameters: by the names of the base, as the optimizer has them.
+    entries: of iterations base.first and later, in order; read one at a time.
+    say: a line of the log.
+    to: the step to make; None: as far as the entries go.
+    options: of the groups at the boundary of that step (schedules change them after a step), as of `options_of`; None:
+        as the last step left them.
+
+    Raises UserError, and leaves model and optimizer as they were: the base is not whole or of another optimizer or
+    model, an entry is missing or lacks a gradient, or the optimizer is one that cannot be redone."""
+    begun = time.monotonic()
+    unproven = _check(parameters, optimizer, base)
+    last = base.last if to is None else to
+    if last < base.last:
+        raise UserError(f"step {to} lies before the base, which is whole from step {base.last} on", where="redo",
+                        remedy="an older base")
+    run = _Run(parameters, optimizer, base)
+    before = _Before(parameters, optimizer)
+    spoken = begun
+    try:
+        with _quiet(optimizer), _threads(base.head.made.threads):
+            run.begin()
+            for entry in entries:
+                if to is not None and run.step >= to:
+                    break
+                run.make(entry)
+                if run.differs:
+                    break
+                if time.monotonic() - spoken > SAY_SECONDS:
+                    spoken = time.monotonic()
+                    say(f"redone to step {run.step}" + (f" of {to}" if to is not None else ""))
+            if not run.differs:
+                run.end(last, options)
+    except BaseException:
+        before.restore()
+        raise
+    seconds = time.monotonic() - begun
+    if run.differs:
+        before.restore()
+        say(f"the redo from step {base.first} is not used: {run.differs}")
+    else:
+        before.give_gradients()
+        said = f"as the trainer's checksums at step {run.verified}" if run.verified is not None else "not verified"
+        say(f"redone from step {base.first} to {run.step}: {run.calls} steps in {seconds:.2f} s, {said}")
+    return Redone(run.step, None if run.differs else run.verified, run.differs, unproven, run.calls, seconds)
+
+
+def _check(
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, base: Base
+) -> tuple[str, ...]:
+    """Raises UserError for what can be seen before anything is changed."""
+    at_once = base.whole and base.first == base.last
+    if (error := refused(optimizer, parameters, at_once=at_once)) is not None:
+        raise error
+    if not base.whole:
+        raise UserError(f"has {len(base.pieces)} of {len(base.head.names)} parameters", where="base",
+                        remedy="an older base, which is whole")
+    here, made = Made.by(optimizer), base.head.made
+    if here.optimizer != made.optimizer:
+        raise UserError(f"is of {made.optimizer}, and here is {here.optimizer}", where="base",
+                        remedy="the optimizer of the job that made it")
+    if here.device.partition(" ")[0] != made.device.partition(" ")[0]:
+        raise UserError(f"is of parameters on {made.device}, and here they are on {here.device}", where="base",
+                        remedy="the device that the steps were made on: others round otherwise")
+    if parameters.keys() != base.pieces.keys():
+        lost = sorted(parameters.keys() ^ base.pieces.keys())[0]
+        where = "here" if lost in parameters else "in the base"
+        raise UserError(f"{lost!r} is only {where}", where="base", remedy="the model of the job that made it")
+    for name, piece in base.pieces.items():
+        held, value = local(parameters[name]), piece.value.tensor
+        if held.shape != value.shape or held.dtype != value.dtype:
+            raise UserError(f"{name!r} is {value.dtype} {list(value.shape)}, and here {held.dtype} {list(held.shape)}",
+                            where="base", remedy="the model of the job that made it, sharded as it was")
+    pairs = (("torch", made.version, here.version), ("device", made.device, here.device),
+             ("precision of matmul", made.matmul, here.matmul))
+    return tuple(f"{what} was {was}, and is {now}" for what, was, now in pairs if was != now)
+
+
+class _Run:
+    """step: iterations done. calls: of the optimizer. verified, differs: as of Redone."""
+
+    def __init__(
+        self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, base: Base
+    ) -> None:
+        self._parameters, self._optimizer, self._base = parameters, optimizer, base
+        self._all = [one for group in optimizer.param_groups for one in group["params"]]
+        self._begin: dict[int, list[BasePiece]] = {}
+        for piece in base.pieces.values():
+            self._begin.setdefault(piece.step, []).append(piece)
+        self._begun: set[str] = set()
+        self.step, self.calls = base.first, 0
+        self.verified: int | None = None
+        self.differs = ""
+
+    def begin(self) -> None:
+        """All pieces, for optimizers that look at the state of parameters without a gradient, too. One that begins
+        later is put in place anew then: what they have made of it until then is of no use."""
+        for piece in self._base.pieces.values():
+            self._put(piece)
+        for key, value in self._base.head.others.items():
+            state: Any = self._optimizer.state
+            state[key] = live(value, next(iter(self._parameters.values())))
+        self._start()
+
+    def make(self, entry: Entry) -> None:
+        if entry.iteration != self.step:
+            raise UserError(f"iteration {self.step} is missing; after it comes {entry.iteration}", where="log",
+                            remedy="an older step, or a newer base")
+        if entry.record is not None:
+            found = entry.record.found_inf is not None  # a fused optimizer is called on a skipped step, too
+            if found or not entry.skipped:
+                self._call(entry, entry.record)
+            else:
+                set_options(self._optimizer.param_groups, entry.record.options)
+        self.step += 1
+        self._compare(entry)
+        self._start()
+
+    def end(self, last: int, options: list[dict[str, Any]] | None) -> None:
+        if self.step < last:
+            raise UserError(f"ends before iteration {self.step}, and step {last} is to be made", where="log",
+                            remedy="an older step, or an older base")
+        if options is not None:
+            set_options(self._optimizer.param_groups, options)
+
+    def _start(self) -> None:
+        for piece in self._begin.pop(self.step, ()):
+            if piece.step != self._base.first:
+                self._put(piece)
+            self._begun.add(piece.name)
+
+    def _put(self, piece: BasePiece) -> None:
+        parameter = self._parameters[piece.name]
+        with torch.no_grad():
+            local(parameter).copy_(piece.value.tensor)
+        if piece.state is None:
+            self._optimizer.state.pop(parameter, None)
+        else:
+            self._optimizer.state[parameter] = live(piece.state, parameter)
+
+    def _call(self, entry: Entry, record: StepRecord) -> None:
+        for parameter in self._all:
+            parameter.grad = None
+        for name in self._begun:
+            parameter = self._parameters[name]
+            gradient = entry.gradient(name, parameter)
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                parameter.grad_dtype = gradient.dtype
+            parameter.grad = gradient
+        with self._groups(record), self._scaler(record):
+            self._optimizer.step()
+        self.calls += 1
+
+    @contextlib.contextmanager
+    def _groups(self, record: StepRecord) -> Iterator[None]:
+        """As the optimizer had them in that call. Some frameworks call it once for each of its groups, and show it no
+        other."""
+        real = self._optimizer.param_groups
+        if record.members is None:
+            set_options(real, record.options)
+            yield
+            return
+        lost = [name for names in record.members for name in names if name not in self._parameters]
+        if lost:
+            raise UserError(f"{lost[0]!r} of the record is not here", where="log", remedy="the model that was trained")
+        called = [{"params": [self._parameters[name] for name in names]} for names in record.members]
+        for group, options in zip(called, record.options, strict=True):
+            group |= made_options(options, group)
+        self._optimizer.param_groups = called
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = real
+        for group in called:
+            ids = {id(one) for one in group["params"]}
+            for mine in real:
+                if ids and ids <= {id(one) for one in mine["params"]}:
+                    mine |= {key: value for key, value in group.items() if key != "params"}
+
+    @contextlib.contextmanager
+    def _scaler(self, record: StepRecord) -> Iterator[None]:
+        hung = {name: value for name in _SCALER if (value := getattr(record, name)) is not None}
+        for name, value in hung.items():
+            setattr(self._optimizer, name, live(value, self._all[0]))
+        try:
+            yield
+        finally:
+            for name in hung:
+                delattr(self._optimizer, name)
+
+    def _compare(self, entry: Entry) -> None:
+        """With the trainer's checksums, of what has begun."""
+        if not entry.checksums:
+            return
+        here: dict[str, torch.Tensor] = {}
+        for name in self._begun:
+            parameter = self._parameters[name]
+            here[name] = local(parameter)
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.element_size() <= 8:
+                    here[state_name(name, key)] = local(value.float() if key == ONCE else value)
+        summed = {name: f"{value:016x}" for name, value in begin_checksums(here).get().items()}
+        said = [name for name in summed if name in entry.checksums]
+        for name in said:
+            if summed[name] != entry.checksums[name]:
+                self.differs = f"the checksum of {name} after step {self.step} is not the trainer's"
+                return
+        if len(said) == len(summed) and len(self._begun) == len(self._parameters):
+            self.verified = self.step
+
+
+class _Before:
+    """Model and optimizer as they were. State is kept by reference: a redo puts other objects in its place."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._values = [(one, local(one).detach().clone()) for one in parameters.values()]
+        self._gradients = [(one, one.grad, getattr(one, "grad_dtype", None))
+                           for group in optimizer.param_groups for one in group["params"]]
+        self._state = dict(optimizer.state)
+        self._groups = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for parameter, value in self._values:
+                local(parameter).copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        groups, held = self._groups
+        for group, options in zip(groups, held, strict=True):
+            group.clear()
+            group |= options
+        self._optimizer.param_groups = groups
+        self.give_gradients()
+
+    def give_gradients(self) -> None:
+        for parameter, gradient, dtype in self._gradients:
+            parameter.grad = None
+            if dtype is not None and parameter.grad_dtype != dtype:
+                parameter.grad_dtype = dtype
+            parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def _quiet(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Without hooks of steps: the optimizer's, and those that torch has for all of them."""
+    places: list[tuple[Any, str]] = [(optimizer, name) for name in _HOOKS] + [(torch_optimizer, one) for one in _GLOBAL]
+    kept = [(owner, name, getattr(owner, name)) for owner, name in places if hasattr(owner, name)]
+    for owner, name, _ in kept:
+        setattr(owner, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for owner, name, hooks in kept:
+            setattr(owner, name, hooks)
+
+
+@contextlib.contextmanager
+def _threads(number: int) -> Iterator[None]:
+    """On a CPU sums and 16-bit steps depend on them. number: 0: they do not matter."""
+    here = torch.get_num_threads()
+    if number and number != here:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != here:
+            torch.set_num_threads(here)
