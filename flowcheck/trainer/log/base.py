@@ -34,7 +34,7 @@ __all__ = ["Base", "BaseHead", "BasePiece", "Made", "Taken", "Taker"]
 class Made:
     """By what the steps were made. Another optimizer rounds otherwise; so may each of the rest.
 
-    optimizer: its class.
+    optimizer: its class. module: where that is from; a script's own may be called otherwise the next time.
     version: of torch.
     device: type and name of what the parameters are on.
     threads: of torch's, on a CPU; 0 elsewhere.
@@ -42,6 +42,7 @@ class Made:
     """
 
     optimizer: str
+    module: str
     version: str
     device: str
     threads: int
@@ -53,7 +54,7 @@ class Made:
         device = next((local(one).device for group in optimizer.param_groups for one in group["params"]),
                       torch.device("cpu"))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        return cls(f"{kind.__module__}.{kind.__qualname__}", str(torch.__version__), f"{device.type} {name}".strip(),
+        return cls(kind.__qualname__, kind.__module__, str(torch.__version__), f"{device.type} {name}".strip(),
                    torch.get_num_threads() if device.type == "cpu" else 0, torch.get_float32_matmul_precision())
 
 

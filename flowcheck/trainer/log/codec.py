@@ -132,7 +132,7 @@ def _dense(put: Callable[[torch.Tensor], str], held: torch.Tensor) -> list[Any]:
     bits = (held if plain else once(held, held.stride())).detach().contiguous()
     dtype = str(held.dtype).removeprefix("torch.")
     if held.dtype not in DTYPES:
-        bits = bits.reshape(-1).view(torch.uint8)
+        bits = bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
     return [put(bits), dtype, list(held.shape), None if plain else list(held.stride())]
 
 
@@ -284,7 +284,7 @@ def _text(value: Any) -> bool:
 
 def _head(of: _Fields) -> BaseHead:
     made = _Fields(of.get("made", _named), of.where)
-    by = Made(**{name: made.get(name, _text) for name in ("optimizer", "version", "device", "matmul")},
+    by = Made(**{name: made.get(name, _text) for name in ("optimizer", "module", "version", "device", "matmul")},
               threads=made.get("threads", _count))
     return BaseHead(by, of.get("names", _names), of.get("others", _named))
 

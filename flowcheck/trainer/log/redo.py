@@ -138,7 +138,7 @@ def _check(
         if held.shape != value.shape or held.dtype != value.dtype:
             raise UserError(f"{name!r} is {value.dtype} {list(value.shape)}, and here {held.dtype} {list(held.shape)}",
                             where="base", remedy="the model of the job that made it, sharded as it was")
-    pairs = (("torch", made.version, here.version), ("device", made.device, here.device),
+    pairs = (("the optimizer's module", made.module, here.module), ("torch", made.version, here.version), ("device", made.device, here.device),
              ("precision of matmul", made.matmul, here.matmul))
     return tuple(f"{what} was {was}, and is {now}" for what, was, now in pairs if was != now)
 

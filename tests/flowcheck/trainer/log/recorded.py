@@ -125,7 +125,7 @@ class Recorded:
                 one.grad = None
         if not self.job.kind.startswith("sparse"):
             torch.nn.utils.clip_grad_norm_(self.job.parameters.values(), 3.0)
-        skipped = self._random.randrange(7) == 0
+        skipped = self._random.randrange(7) == 0 and iteration > 0  # a schedule wants a step first
         self._record, self._gradients = None, {}
         if not skipped:
             self.job.optimizer.step()
