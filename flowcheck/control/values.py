@@ -68,8 +68,8 @@ def _not_finite(value: float) -> str:
 
 
 def value_of(tree: Any, other: Callable[[str, Any], Any], where: str, deep: int = 0) -> Any:
-    """other(kind, held): what `tree_of`'s `other` has written as {kind: held}; NotImplemented: it is none of its kinds.
-    Raises UserError: the tree is not one of these."""
+    """other(kind, held): what `tree_of`'s `other` has written as {kind: held}; NotImplemented: it does not know this
+    kind. Raises UserError: the tree is not one of these."""
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
     if deep > MOST_DEEP:

@@ -11,8 +11,8 @@
                 {"sparse": [indices, values, shape, is it coalesced, place]}
 
 The sum is the node's (control/checksum.py) over words of 8 bytes and over the bytes that are left: it shows damage, and
-is no signature. A reader needs memory by the size of the data, whatever that says. Torch and the standard library. Any
-thread.
+does not sign anything. A reader needs memory by the size of the data, whatever that says. Torch and the standard
+library. Any thread.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ class _Fields:
         return self._held[name]
 
     def within(self, name: str) -> _Fields | None:
-        """None where it is None."""
+        """None: the value is null."""
         held = self.get(name, lambda one: one is None or type(one) is dict)
         return None if held is None else _Fields(held, self.where)
 

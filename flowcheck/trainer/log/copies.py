@@ -1,7 +1,7 @@
 """Copies of tensors as an optimizer had them: their bits, their type, their order in memory, and where they lay.
 
     copy_of(value, like)          nested values, with a TensorCopy in the place of each tensor
-    live(value, like)             the same with new tensors, each where it lay, beside the parameter `like`
+    live(value, like)             the same with new tensors, each where it lay: `like` is its parameter
     on_host(values)               the same with what lies on devices in this machine's memory
 
 A kernel may round otherwise where elements lie otherwise (columns first, a view with gaps, one number repeated), so a
@@ -61,7 +61,7 @@ def copy_of(
     value: Any, like: torch.Tensor | None, where: str, other: Callable[[Any, str], Any] = _refuse
 ) -> Any:
     """like: the parameter that it is of; None: of none. where: what the value is called. other: what stands for
-    something that is no plain value. A copy is made on the device that has the tensor, in the order of its stream.
+    anything but a plain value. A copy is made on the device that has the tensor, in the order of its stream.
     Raises UserError for what could not be given back as it was."""
     if isinstance(value, torch.Tensor):
         return _tensor_copy(value, like, where)
@@ -137,7 +137,7 @@ def once(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 
 def live(value: Any, like: torch.Tensor) -> Any:
-    """Nobody else holds these tensors. like: the parameter beside which they belong. Raises UserError: a shard where
+    """Nobody else holds these tensors. like: the parameter that they are of. Raises UserError: a shard where
     that is not sharded."""
     return _mapped(value, lambda one: _live(one, like))
 

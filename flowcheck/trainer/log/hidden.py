@@ -170,6 +170,6 @@ class _Walk:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Where its memory begins; 0: it has none, or none that can be told."""
+    """Where its memory begins; 0: it has none, or torch does not say it."""
     held = local(tensor)
     return held.untyped_storage().data_ptr() if held.layout is torch.strided and not held.is_meta else 0

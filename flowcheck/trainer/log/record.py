@@ -74,7 +74,7 @@ def set_options(groups: Sequence[_Group], options: Sequence[Mapping[str, Any]]) 
 
 
 def made_options(recorded: Mapping[str, Any], group: Mapping[str, Any]) -> _Group:
-    """Of one group, without what is opaque; tensors are new ones, beside the group's parameters."""
+    """Of one group, without what is opaque; tensors are new ones, on the device of the group's parameters."""
     like = _first(group)
     like = like if like is not None else torch.empty(0)
     return {key: live(value, like) for key, value in recorded.items() if not isinstance(value, Opaque)}
@@ -144,7 +144,7 @@ class Entry:
     wire: Wire | None = None
 
     def gradient(self, name: str, parameter: torch.Tensor) -> torch.Tensor | None:
-        """As the optimizer has read it, beside the parameter. Raises UserError: the entry does not say it."""
+        """As the optimizer has read it, on the parameter's device. Raises UserError: the entry does not say it."""
         if name not in self.gradients:
             raise UserError(f"has no gradient of {name!r}", where=f"iteration {self.iteration} of the log",
                             remedy="an older step, or another copy of the log")

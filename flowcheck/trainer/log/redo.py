@@ -138,7 +138,8 @@ def _check(
         if held.shape != value.shape or held.dtype != value.dtype:
             raise UserError(f"{name!r} is {value.dtype} {list(value.shape)}, and here {held.dtype} {list(held.shape)}",
                             where="base", remedy="the model of the job that made it, sharded as it was")
-    pairs = (("the optimizer's module", made.module, here.module), ("torch", made.version, here.version), ("device", made.device, here.device),
+    pairs = (("the optimizer's module", made.module, here.module), ("torch", made.version, here.version),
+             ("device", made.device, here.device),
              ("precision of matmul", made.matmul, here.matmul))
     return tuple(f"{what} was {was}, and is {now}" for what, was, now in pairs if was != now)
 
@@ -161,7 +162,7 @@ class _Run:
 
     def begin(self) -> None:
         """All pieces, for optimizers that look at the state of parameters without a gradient, too. One that begins
-        later is put in place anew then: what they have made of it until then is of no use."""
+        later is put in place again then, and what they have made of it until then is dropped."""
         for piece in self._base.pieces.values():
             self._put(piece)
         for key, value in self._base.head.others.items():
@@ -248,7 +249,7 @@ class _Run:
     def _scaler(self, record: StepRecord) -> Iterator[None]:
         hung = {name: value for name in _SCALER if (value := getattr(record, name)) is not None}
         for name, value in hung.items():
-            setattr(self._optimizer, name, live(value, self._all[0]))
+            setattr(self._optimizer, name, live(value, next(iter(self._parameters.values()))))
         try:
             yield
         finally:

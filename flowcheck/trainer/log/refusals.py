@@ -63,8 +63,8 @@ def _bitsandbytes(name: str, usual: float) -> Callable[[Any], bool]:
 
 
 def _unsteady(optimizer: Any) -> bool:
-    """Does torch's kernel write other bits from call to call? Tried with torch 2.13: in 16 bits with momentum, on a CPU,
-    it leaves anything in some of the last elements of a momentum."""
+    """Does torch's kernel write other bits from call to call? Tried with torch 2.13: in 16 bits with momentum, on a
+    CPU, some of a momentum's last elements are others each time."""
     return any(
         group.get("fused") and group.get("momentum") and any(
             local(one).is_cpu and one.element_size() == 2 for one in group["params"])

@@ -171,7 +171,8 @@ def test_gradients_of_the_wire_get_what_the_trainer_did_to_them() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     held, entries = base(optimizer, parameters, 0), []
     for number in range(5):
-        scaler.scale(sum((one * torch.randn(6)).sum() for one in parameters.values())).backward()
+        losses = [(one * torch.randn(6)).sum() for one in parameters.values()]
+        scaler.scale(torch.stack(losses).sum()).backward()
         carried = entry(number, optimizer, parameters)
         scaler.unscale_(optimizer)
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
@@ -201,7 +202,8 @@ def test_a_divisor_is_divided_by_in_the_wires_type() -> None:
 def test_a_call_for_each_group_that_shows_no_other() -> None:
     """DeepSpeed's way: of an iteration one call a group, here as iterations of their own."""
     parameters = two()
-    optimizer = torch.optim.AdamW([{"params": [one], "lr": 0.1 * (at + 1)} for at, one in enumerate(parameters.values())])
+    rates = enumerate(parameters.values(), 1)
+    optimizer = torch.optim.AdamW([{"params": [one], "lr": 0.1 * at} for at, one in rates])
     held, entries, real = base(optimizer, parameters, 0), [], optimizer.param_groups
     for number in range(6):
         gradients(parameters)
@@ -257,7 +259,7 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
 
     parameters = two()
     optimizer = make(list(parameters.values()))
-    held, entries, rates = base(optimizer, parameters, 0), [], []
+    held, entries, rates = base(optimizer, parameters, 0), list[Entry](), []
     for _ in range(4):
         gradients(parameters)
         entries.append(entry(len(entries), optimizer, parameters))
@@ -289,7 +291,7 @@ def test_a_counter_that_no_log_has_is_found_by_the_checksums_and_nothing_is_chan
 
 
 def test_state_that_the_trainer_has_not_summed_is_not_called_verified() -> None:
-    parameters, optimizer, held, entries = trained(adam)
+    parameters, _, held, entries = trained(adam)
     sums = {name: f"{value:016x}" for name, value in checksums(parameters).items()}
     entries[-1] = Entry(entries[-1].iteration, entries[-1].record, entries[-1].gradients, checksums=sums)
     assert again(adam, held, entries)[0].verified is None
@@ -382,7 +384,7 @@ def test_another_optimizer_or_another_model_is_refused() -> None:
 
 
 def test_what_is_otherwise_here_is_said() -> None:
-    _, wanted, held, log = trained(adam)
+    _, _, held, log = trained(adam)
     made = Made(**{**vars(held.head.made), "version": "2.6.0"})
     old = Base(BaseHead(made, held.head.names))
     for piece in held.pieces.values():
@@ -428,7 +430,8 @@ def test_a_new_process_that_never_trained(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_a_shard_of_a_dtensor() -> None:
     """State that is sharded as its parameter comes back so; what is no shard stays whole."""
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
 
     leave()
     join()
