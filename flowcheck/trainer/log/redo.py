@@ -26,12 +26,12 @@ from torch.optim import optimizer as torch_optimizer
 
 from flowcheck.control.checksum import begin_checksums
 from flowcheck.errors import UserError
-from flowcheck.job.sampling import ONCE, state_name
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BasePiece, Made
 from flowcheck.trainer.log.copies import live
-from flowcheck.trainer.log.record import Entry, StepRecord, made_options, set_options
+from flowcheck.trainer.log.record import Entry, Opaque, StepRecord, made_options, set_options
 from flowcheck.trainer.log.refusals import refused
+from flowcheck.trainer.log.summed import summed
 
 __all__ = ["Redone", "redo"]
 
@@ -119,6 +119,9 @@ def _check(
     at_once = base.whole and base.first == base.last
     if (error := refused(optimizer, parameters, at_once=at_once)) is not None:
         raise error
+    if base.head.others and base.first != base.last:
+        raise UserError("has state of all parameters together, and pieces of several steps", where="base",
+                        remedy="a base of all parameters at once")
     if not base.whole:
         raise UserError(f"has {len(base.pieces)} of {len(base.head.names)} parameters", where="base",
                         remedy="an older base, which is whole")
@@ -231,19 +234,22 @@ class _Run:
         lost = [name for names in record.members for name in names if name not in self._parameters]
         if lost:
             raise UserError(f"{lost[0]!r} of the record is not here", where="log", remedy="the model that was trained")
-        called = [{"params": [self._parameters[name] for name in names]} for names in record.members]
-        for group, options in zip(called, record.options, strict=True):
-            group |= made_options(options, group)
+        called: list[dict[str, Any]] = []
+        owners: list[dict[str, Any]] = []  # of each that is called the group here; one of no parameters has none
+        for names, options in zip(record.members, record.options, strict=True):
+            members = [self._parameters[name] for name in names]
+            ids = {id(one) for one in members}
+            owners.append(next((one for one in real if ids and ids <= {id(mine) for mine in one["params"]}), {}))
+            opaque = {key: owners[-1][key] for key, value in options.items()
+                      if isinstance(value, Opaque) and key in owners[-1]}
+            called.append({"params": members, **opaque, **made_options(options, {"params": members})})
         self._optimizer.param_groups = called
         try:
             yield
         finally:
             self._optimizer.param_groups = real
-        for group in called:
-            ids = {id(one) for one in group["params"]}
-            for mine in real:
-                if ids and ids <= {id(one) for one in mine["params"]}:
-                    mine |= {key: value for key, value in group.items() if key != "params"}
+        for group, owner in zip(called, owners, strict=True):
+            owner |= {key: value for key, value in group.items() if key != "params"}
 
     @contextlib.contextmanager
     def _scaler(self, record: StepRecord) -> Iterator[None]:
@@ -260,20 +266,13 @@ class _Run:
         """With the trainer's checksums, of what has begun."""
         if not entry.checksums:
             return
-        here: dict[str, torch.Tensor] = {}
-        for name in self._begun:
-            parameter = self._parameters[name]
-            here[name] = local(parameter)
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.element_size() <= 8:
-                    here[state_name(name, key)] = local(value.float() if key == ONCE else value)
-        summed = {name: f"{value:016x}" for name, value in begin_checksums(here).get().items()}
-        said = [name for name in summed if name in entry.checksums]
+        here = begin_checksums(summed(self._parameters, self._optimizer, self._begun)).get()
+        said = [name for name in here if name in entry.checksums]
         for name in said:
-            if summed[name] != entry.checksums[name]:
+            if f"{here[name]:016x}" != entry.checksums[name]:
                 self.differs = f"the checksum of {name} after step {self.step} is not the trainer's"
                 return
-        if len(said) == len(summed) and len(self._begun) == len(self._parameters):
+        if len(said) == len(here) and len(self._begun) == len(self._parameters):
             self.verified = self.step
 
 

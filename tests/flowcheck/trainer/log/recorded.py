@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from flowcheck.control.checksum import checksums
-from flowcheck.job.sampling import state_name
 from flowcheck.trainer.log.base import Base, BaseHead, BasePiece, Taker
 from flowcheck.trainer.log.codec import packed, record_of, record_tree, unpacked
 from flowcheck.trainer.log.copies import copy_of
 from flowcheck.trainer.log.record import Entry, StepRecord
+from flowcheck.trainer.log.summed import summed
 
 from .optimizers import MAKE
 
@@ -135,11 +135,8 @@ class Recorded:
 
     def sums(self) -> dict[str, str]:
         """As records of a trainer have them."""
-        out = dict(self.job.parameters)
-        for name, value in self.job.parameters.items():
-            out |= {state_name(name, key): one.float() if key == "step" else one
-                    for key, one in self.job.optimizer.state.get(value, {}).items() if isinstance(one, torch.Tensor)}
-        return {name: f"{value:016x}" for name, value in checksums(out).items()}
+        out = checksums(summed(self.job.parameters, self.job.optimizer))
+        return {name: f"{value:016x}" for name, value in out.items()}
 
 
 def options_at(said: Recorded, step: int) -> list[dict[str, Any]]:

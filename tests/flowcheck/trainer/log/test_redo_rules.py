@@ -20,6 +20,7 @@ from flowcheck.trainer.log.codec import packed, unpacked
 from flowcheck.trainer.log.copies import Place, TensorCopy, copy_of
 from flowcheck.trainer.log.record import Entry, StepRecord, Wire, options_of
 from flowcheck.trainer.log.redo import Redone, redo
+from flowcheck.trainer.log.summed import summed
 
 from ...pair import join, leave
 from .optimizers import Hiding, Lion, Normed
@@ -290,6 +291,33 @@ def test_a_counter_that_no_log_has_is_found_by_the_checksums_and_nothing_is_chan
     assert plain(other.state()) == before
 
 
+def test_checksums_are_of_all_that_a_state_has() -> None:
+    """Those on top are called as for a replica, and a step is one in float32; deeper ones and numbers, too."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = Lion([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(3), "m": torch.ones(2), "one": {"codes": [torch.zeros(2), 5]},
+                                  "rate": 0.5, "kind": "x", "none": None, "wide": torch.ones(1, dtype=torch.complex128),
+                                  "few": torch.eye(2).to_sparse()}
+    found = summed({"w": parameter}, optimizer)
+    assert plain(found["optimizer.w.step"]) == plain(torch.tensor(3.0))
+    assert plain(found["optimizer.w.one.codes.1"]) == plain(torch.tensor(5))
+    assert plain(found["optimizer.w.rate"]) == plain(torch.tensor(0.5, dtype=torch.float64))
+    assert found.keys() == {"w", *(f"optimizer.w.{key}" for key in (
+        "step", "m", "one.codes.0", "one.codes.1", "rate", "wide", "few.values", "few.indices"))}
+    assert len(checksums(found)) == len(found)
+
+
+def test_a_wrong_number_deep_in_the_state_is_found() -> None:
+    job = Job("own-eightbit")
+    said = Recorded(job, 1, budget=1 << 30, base_at=23)
+    held, other = base_of(said.base), Job("own-eightbit")
+    state = held.pieces["p1"].state
+    assert state is not None
+    state["step"] += 1
+    redone = redo(other.parameters, other.optimizer, held, entries_of(said, held.first), silent)
+    assert "optimizer.p1.step" in redone.differs
+
+
 def test_state_that_the_trainer_has_not_summed_is_not_called_verified() -> None:
     parameters, _, held, entries = trained(adam)
     sums = {name: f"{value:016x}" for name, value in checksums(parameters).items()}
@@ -336,6 +364,12 @@ def _wrong() -> Iterator[tuple[str, Callable[[Base, list[Entry]], tuple[Base, li
         half.add(held.pieces["a"])
         return half
 
+    def of_all(held: Base) -> Base:
+        more = Base(BaseHead(held.head.made, held.head.names, {"all": {"norm": 1.0}}))
+        for one in held.pieces.values():
+            more.add(one)
+        return more
+
     def lacking(entries: list[Entry]) -> list[Entry]:
         return [*entries[:1], Entry(3, entries[1].record, {"a": None})]
 
@@ -351,6 +385,7 @@ def _wrong() -> Iterator[tuple[str, Callable[[Base, list[Entry]], tuple[Base, li
     yield "ends early", lambda held, log: (held, log[:2], {"to": 6})
     yield "base is newer", lambda held, log: (held, log, {"to": 1})
     yield "a piece is newer", lambda held, log: (piece(held, step=9), log, {})
+    yield "state of all, of several steps", lambda held, log: (of_all(piece(held, step=3)), log, {})
     yield "no gradient", lambda held, log: (held, lacking(log), {})
     yield "another shape of a gradient", lambda held, log: (held, misshapen(log), {})
     yield "other groups", lambda held, log: (held, [Entry(2, StepRecord([]), log[0].gradients)], {})
