@@ -149,21 +149,20 @@ class Taker:
         return not self._left and not self._head_due
 
     def take(self, step: int) -> Taken | None:
-        """step: iterations done. Raises UserError for state that cannot be written; the base is then not whole."""
+        """step: iterations done. Raises UserError for state that cannot be written: nothing is taken then."""
         if self.whole:
             return None
         head = self._head() if self._head_due else None
         pieces: list[BasePiece] = []
         room = self._budget
-        while self._left:
-            name = self._left[-1]
+        for name in reversed(self._left):
             state = self._optimizer.state.get(self._parameters[name])
             nbytes = nbytes_of(self._parameters[name]) + nbytes_of(state)
             if pieces and nbytes > room and not self._at_once:
                 break
             pieces.append(self._piece(name, state, step))
             room -= nbytes
-            self._left.pop()
+        del self._left[len(self._left) - len(pieces) :]  # all of them are given, or none is
         self._head_due = False
         return Taken(head, pieces)
 

@@ -222,7 +222,7 @@ def _called(part: Part) -> str:
 
 def _fields(part: Part) -> dict[str, Any]:
     if isinstance(part, Entry):
-        return {"iteration": part.iteration, "record": _record_fields(part.record) if part.record else None,
+        return {"iteration": part.iteration, "calls": [_record_fields(one) for one in part.calls],
                 "gradients": dict(part.gradients), "skipped": part.skipped, "checksums": dict(part.checksums),
                 "wire": asdict(part.wire) if part.wire else None}
     if isinstance(part, BasePiece):
@@ -295,12 +295,13 @@ def _piece(of: _Fields) -> BasePiece:
 
 
 def _entry(of: _Fields) -> Entry:
-    record, wire = of.within("record"), of.within("wire")
+    wire = of.within("wire")
+    calls = of.get("calls", lambda one: type(one) is list)
     gradients = of.get("gradients", lambda one: _named(one) and all(map(_copy_or_none, one.values())))
     sums = of.get("checksums", lambda one: _named(one) and all(
         type(text) is str and re.fullmatch("[0-9a-f]{16}", text) for text in one.values()))
     return Entry(
-        of.get("iteration", _count), _record(record) if record is not None else None, gradients,
+        of.get("iteration", _count), [_record(_Fields(one, of.where)) for one in calls], gradients,
         of.get("skipped", lambda one: type(one) is bool), sums,
         None if wire is None else Wire(wire.get("divisor", lambda one: _count(one) and one > 0),
                                        wire.get("scale", _number_or_none), wire.get("clip", _number_or_none)),

@@ -22,7 +22,7 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.trainer.describe.parts import local
-from flowcheck.trainer.log.copies import Place, TensorCopy, copy_of, live, nbytes_of
+from flowcheck.trainer.log.copies import TensorCopy, copy_of, live, nbytes_of
 
 __all__ = ["Entry", "Opaque", "StepRecord", "Wire", "options_of", "set_options"]
 
@@ -128,7 +128,7 @@ class Entry:
     """One iteration of the log.
 
     iteration: counted by the trainer; the first is 0.
-    record: None: the optimizer was not called.
+    calls: of `optimizer.step()`, in order; some frameworks make one for each group, and show it no other.
     gradients: by parameter, as the optimizer has read it; None: it had none. Every parameter is there, unless the
         step was skipped.
     skipped: a loss scaler left the step out.
@@ -137,7 +137,7 @@ class Entry:
     """
 
     iteration: int
-    record: StepRecord | None
+    calls: Sequence[StepRecord]
     gradients: Mapping[str, TensorCopy | None] = field(default_factory=dict)
     skipped: bool = False
     checksums: Mapping[str, str] = field(default_factory=dict)
@@ -177,8 +177,3 @@ def _read(gradient: torch.Tensor, wire: Wire, dtype: torch.dtype) -> torch.Tenso
         if wire.clip is not None:
             held.mul_(torch.tensor(wire.clip, dtype=torch.float32, device=held.device))
     return gradient
-
-
-def placed(value: torch.Tensor) -> TensorCopy:
-    """A gradient that came over the wire, for an Entry. It is not copied."""
-    return TensorCopy(value, Place.DEVICE)

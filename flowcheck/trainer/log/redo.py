@@ -177,12 +177,13 @@ class _Run:
         if entry.iteration != self.step:
             raise UserError(f"iteration {self.step} is missing; after it comes {entry.iteration}", where="log",
                             remedy="an older step, or a newer base")
-        if entry.record is not None:
-            found = entry.record.found_inf is not None  # a fused optimizer is called on a skipped step, too
-            if found or not entry.skipped:
-                self._call(entry, entry.record)
-            else:
-                set_options(self._optimizer.param_groups, entry.record.options)
+        if entry.calls:
+            self._give(entry)
+        for call in entry.calls:
+            if not entry.skipped or call.found_inf is not None:  # a fused optimizer is called on a skipped step, too
+                with self._groups(call), self._scaler(call):
+                    self._optimizer.step()
+                self.calls += 1
         self.step += 1
         self._compare(entry)
         self._start()
@@ -209,7 +210,8 @@ class _Run:
         else:
             self._optimizer.state[parameter] = live(piece.state, parameter)
 
-    def _call(self, entry: Entry, record: StepRecord) -> None:
+    def _give(self, entry: Entry) -> None:
+        """Gradients."""
         for parameter in self._all:
             parameter.grad = None
         for name in self._begun:
@@ -218,9 +220,6 @@ class _Run:
             if gradient is not None and gradient.dtype != parameter.dtype:
                 parameter.grad_dtype = gradient.dtype
             parameter.grad = gradient
-        with self._groups(record), self._scaler(record):
-            self._optimizer.step()
-        self.calls += 1
 
     @contextlib.contextmanager
     def _groups(self, record: StepRecord) -> Iterator[None]:

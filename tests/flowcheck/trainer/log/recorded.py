@@ -83,7 +83,7 @@ class Recorded:
         self.base: list[bytes] = []
         self.states: dict[int, dict[str, Any]] = {}
         self.options: dict[int, str] = {}
-        self._record: StepRecord | None = None
+        self._calls: list[StepRecord] = []
         optimizer = job.optimizer
         optimizer.register_step_pre_hook(self._before)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -107,7 +107,7 @@ class Recorded:
     def _before(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
         if self._iteration < self.begins:
             return
-        self._record = StepRecord.of(optimizer)
+        self._calls = [StepRecord.of(optimizer)]
         self._gradients = {name: copy_of(value.grad, value, name) for name, value in self.job.parameters.items()}
 
     def _iterate(self, iteration: int) -> None:
@@ -126,12 +126,12 @@ class Recorded:
         if not self.job.kind.startswith("sparse"):
             torch.nn.utils.clip_grad_norm_(self.job.parameters.values(), 3.0)
         skipped = self._random.randrange(7) == 0 and iteration > 0  # a schedule wants a step first
-        self._record, self._gradients = None, {}
+        self._calls, self._gradients = [], {}
         if not skipped:
             self.job.optimizer.step()
         if iteration >= self.begins:
             sums = self.sums() if iteration % 10 == 9 else {}
-            self.entries[iteration] = packed(Entry(iteration, self._record, self._gradients, skipped, sums))
+            self.entries[iteration] = packed(Entry(iteration, self._calls, self._gradients, skipped, sums))
 
     def sums(self) -> dict[str, str]:
         """As records of a trainer have them."""

@@ -57,6 +57,19 @@ def test_pieces_are_copies_of_their_own_step() -> None:
         base.add(base.pieces["p0"])
 
 
+def test_what_could_not_be_taken_is_taken_the_next_time() -> None:
+    held = parameters((2, 2))
+    optimizer = Lion(list(held.values()))
+    optimizer.state[held["p1"]] = {"odd": object()}
+    taker = Taker(optimizer, held, 1 << 20)
+    with pytest.raises(UserError):
+        taker.take(0)
+    optimizer.state[held["p1"]] = {}
+    found = taker.take(1)
+    assert found is not None and isinstance(found.parts()[0], BaseHead)
+    assert [(one.name, one.step) for one in found.parts() if isinstance(one, BasePiece)] == [("p0", 1), ("p1", 1)]
+
+
 def test_no_state_and_an_empty_one_are_two_things() -> None:
     held = parameters((2, 2))
     optimizer = Lion(list(held.values()))

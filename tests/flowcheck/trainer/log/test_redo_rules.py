@@ -50,7 +50,7 @@ def entry(
 ) -> Entry:
     """As they are before the step, and through bytes."""
     gradients = {name: copy_of(one.grad, one, name) for name, one in parameters.items()}
-    made = unpacked(packed(Entry(number, StepRecord.of(optimizer, members), gradients, **more)), "entry")
+    made = unpacked(packed(Entry(number, [StepRecord.of(optimizer, members)], gradients, **more)), "entry")
     assert isinstance(made, Entry)
     return made
 
@@ -179,7 +179,7 @@ def test_gradients_of_the_wire_get_what_the_trainer_did_to_them() -> None:
         norm = torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0)
         clip = float(torch.clamp(1.0 / (norm + 1e-6), max=1.0))
         wire = Wire(1, scaler.get_scale(), clip)
-        entries.append(Entry(number, carried.record, carried.gradients, wire=wire))
+        entries.append(Entry(number, carried.calls, carried.gradients, wire=wire))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -195,27 +195,31 @@ def test_a_divisor_is_divided_by_in_the_wires_type() -> None:
     held = base(optimizer, parameters, 0)
     for name, one in parameters.items():
         one.grad = (sums[name].clone() / 3).float()
-    log = [Entry(0, StepRecord.of(optimizer), carried, wire=Wire(3))]
+    log = [Entry(0, [StepRecord.of(optimizer)], carried, wire=Wire(3))]
     optimizer.step()
     assert same(again(lambda p: torch.optim.SGD(p, lr=1.0), held, log)[2], optimizer)
 
 
 def test_a_call_for_each_group_that_shows_no_other() -> None:
-    """DeepSpeed's way: of an iteration one call a group, here as iterations of their own."""
+    """DeepSpeed's way."""
     parameters = two()
     rates = enumerate(parameters.values(), 1)
     optimizer = torch.optim.AdamW([{"params": [one], "lr": 0.1 * at} for at, one in rates])
     held, entries, real = base(optimizer, parameters, 0), [], optimizer.param_groups
     for number in range(6):
         gradients(parameters)
-        optimizer.param_groups = [real[number % 2]]
-        entries.append(entry(number, optimizer, parameters, [[list(parameters)[number % 2]]]))
-        optimizer.step()
+        calls, carried = [], entry(number, optimizer, parameters).gradients
+        for name, group in zip(parameters, real, strict=True):
+            optimizer.param_groups = [group]
+            calls.append(StepRecord.of(optimizer, [[name]]))
+            optimizer.step()
+            group["lr"] *= 0.9
         optimizer.param_groups = real
+        entries.append(Entry(number, calls, carried))
     other = two(seed=9)
     made = torch.optim.AdamW([{"params": [one]} for one in other.values()])
     groups = made.param_groups
-    redo(other, made, held, entries, silent)
+    assert redo(other, made, held, entries, silent, options=options_of(optimizer)).calls == 12
     assert same(made, optimizer) and made.param_groups is groups
 
 
@@ -321,7 +325,7 @@ def test_a_wrong_number_deep_in_the_state_is_found() -> None:
 def test_state_that_the_trainer_has_not_summed_is_not_called_verified() -> None:
     parameters, _, held, entries = trained(adam)
     sums = {name: f"{value:016x}" for name, value in checksums(parameters).items()}
-    entries[-1] = Entry(entries[-1].iteration, entries[-1].record, entries[-1].gradients, checksums=sums)
+    entries[-1] = Entry(entries[-1].iteration, entries[-1].calls, entries[-1].gradients, checksums=sums)
     assert again(adam, held, entries)[0].verified is None
 
 
@@ -371,10 +375,10 @@ def _wrong() -> Iterator[tuple[str, Callable[[Base, list[Entry]], tuple[Base, li
         return more
 
     def lacking(entries: list[Entry]) -> list[Entry]:
-        return [*entries[:1], Entry(3, entries[1].record, {"a": None})]
+        return [*entries[:1], Entry(3, entries[1].calls, {"a": None})]
 
     def misshapen(entries: list[Entry]) -> list[Entry]:
-        return [Entry(2, entries[0].record, {"a": TensorCopy(torch.zeros(7), Place.HOST), "b": None})]
+        return [Entry(2, entries[0].calls, {"a": TensorCopy(torch.zeros(7), Place.HOST), "b": None})]
 
     double, longer = TensorCopy(torch.zeros(6).double(), Place.HOST), TensorCopy(torch.zeros(7), Place.HOST)
     yield "not whole", lambda held, log: (part(held), log, {})
@@ -388,7 +392,7 @@ def _wrong() -> Iterator[tuple[str, Callable[[Base, list[Entry]], tuple[Base, li
     yield "state of all, of several steps", lambda held, log: (of_all(piece(held, step=3)), log, {})
     yield "no gradient", lambda held, log: (held, lacking(log), {})
     yield "another shape of a gradient", lambda held, log: (held, misshapen(log), {})
-    yield "other groups", lambda held, log: (held, [Entry(2, StepRecord([]), log[0].gradients)], {})
+    yield "other groups", lambda held, log: (held, [Entry(2, [StepRecord([])], log[0].gradients)], {})
 
 
 WRONG = dict(_wrong())
