@@ -23,7 +23,7 @@ from flowcheck.trainer.log.redo import Redone, redo
 from flowcheck.trainer.log.summed import summed
 
 from ...pair import join, leave
-from .optimizers import Hiding, Lion, Normed
+from .optimizers import Hiding, Lion, Muon, Normed
 from .recorded import STEPS, Job, Recorded, base_of, entries_of, plain
 
 Parameters = dict[str, torch.Tensor]
@@ -99,6 +99,23 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 # -- what is used ------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_begins_late_is_put_in_place_just_before_its_own_first_step() -> None:
+    """This optimizer takes a missing gradient for zeros, and moves a parameter that has not begun."""
+    parameters = two()
+    optimizer = Muon(list(parameters.values()))
+    taker, parts, entries = Taker(optimizer, parameters, 1), [], []
+    for number in range(6):
+        gradients(parameters)
+        if number in (1, 4) and (taken := taker.take(number)) is not None:
+            parts += [packed(part) for part in taken.parts()]
+        if number >= 1:
+            entries.append(entry(number, optimizer, parameters))
+        optimizer.step()
+    held = base_of(parts)
+    assert (held.first, held.last) == (1, 4)
+    assert same(again(Muon, held, entries)[2], optimizer)
 
 
 def test_a_second_redo_of_the_same_base_gives_the_same() -> None:
