@@ -168,8 +168,11 @@ class _Run:
         later is put in place again then, and what they have made of it until then is dropped."""
         for piece in self._base.pieces.values():
             self._put(piece)
+        state: Any = self._optimizer.state
+        known = {id(one) for one in self._all}
+        for key in [key for key in state if id(key) not in known]:
+            del state[key]
         for key, value in self._base.head.others.items():
-            state: Any = self._optimizer.state
             state[key] = live(value, next(iter(self._parameters.values())))
         self._start()
 
@@ -177,13 +180,14 @@ class _Run:
         if entry.iteration != self.step:
             raise UserError(f"iteration {self.step} is missing; after it comes {entry.iteration}", where="log",
                             remedy="an older step, or a newer base")
-        if entry.calls:
+        # A fused optimizer is called on a skipped step, too.
+        calls = [call for call in entry.calls if not entry.skipped or call.found_inf is not None]
+        if calls:
             self._give(entry)
-        for call in entry.calls:
-            if not entry.skipped or call.found_inf is not None:  # a fused optimizer is called on a skipped step, too
-                with self._groups(call), self._scaler(call):
-                    self._optimizer.step()
-                self.calls += 1
+        for call in calls:
+            with self._groups(call), self._scaler(call):
+                self._optimizer.step()
+            self.calls += 1
         self.step += 1
         self._compare(entry)
         self._start()

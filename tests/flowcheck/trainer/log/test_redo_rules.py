@@ -293,9 +293,24 @@ def test_a_learning_rate_that_is_a_tensor() -> None:
 
 
 def test_state_of_all_parameters_together_is_of_one_step() -> None:
+    """And what is here under such a key before is not mixed with it."""
+    def used(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = Normed(parameters)
+        optimizer.state["old"] = {"norm": 1}  # type: ignore[index]
+        return optimizer
+
     _, wanted, held, entries = trained(Normed, at_once=True)
-    _, _, made = again(Normed, held, entries)
+    _, _, made = again(used, held, entries)
     assert same(made, wanted) and plain(made.state["all"]) == plain(wanted.state["all"])  # type: ignore[index]
+    assert "old" not in made.state
+
+
+def test_a_skipped_step_needs_no_gradients() -> None:
+    """A record of what its options were may be there."""
+    _, wanted, held, entries = trained(adam)
+    skipped = Entry(2, entries[0].calls, {}, skipped=True)
+    later = [Entry(one.iteration + 1, one.calls, one.gradients) for one in entries]
+    assert same(again(adam, held, [skipped, *later])[2], wanted)
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------
