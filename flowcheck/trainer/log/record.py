@@ -38,8 +38,11 @@ class Opaque:
     kind: str
 
 
-def _opaque(value: Any, where: str) -> Any:
-    return Opaque(f"{type(value).__module__}.{type(value).__qualname__}")
+def _option(value: Any, like: torch.Tensor | None, where: str) -> Any:
+    """What holds something that cannot be written is opaque as a whole."""
+    strange: list[Any] = []
+    copied = copy_of(value, like, where, lambda one, _: strange.append(one))
+    return Opaque(f"{type(value).__module__}.{type(value).__qualname__}") if strange else copied
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[_Group]:
@@ -51,8 +54,8 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[_Group]:
             if nbytes_of(value) > MOST:
                 raise UserError(f"has tensors of {nbytes_of(value):,} bytes, which would go with each step",
                                 where=f"group {number}[{key!r}]", remedy="keep them in optimizer.state[parameter]")
-        out.append({key: copy_of(value, _first(group), f"group {number}[{key!r}]", _opaque)
-                    for key, value in options.items()})
+        first = _first(group)
+        out.append({key: _option(value, first, f"group {number}[{key!r}]") for key, value in options.items()})
     return out
 
 

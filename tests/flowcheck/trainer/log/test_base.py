@@ -126,7 +126,8 @@ def schedule(step: int) -> float:
 def test_options_are_copied_whole_and_set_whole() -> None:
     held = list(parameters((2, 3)).values())
     rate = torch.tensor(0.5)
-    optimizer = Lion([{"params": held[:1], "lr": rate, "count": 3, "betas": (0.9, None), "by": schedule},
+    optimizer = Lion([{"params": held[:1], "lr": rate, "count": 3, "betas": (0.9, None), "by": schedule,
+                       "both": [1, schedule]},
                       {"params": held[1:]}])
     options = options_of(optimizer)
     rate.fill_(0.1)
@@ -135,7 +136,7 @@ def test_options_are_copied_whole_and_set_whole() -> None:
     set_options(optimizer.param_groups, options)
     group = optimizer.param_groups[0]
     assert group.pop("params") == held[:1] and group.pop("lr") == torch.tensor(0.5)
-    assert group == {"count": 3, "betas": (0.9, None), "by": schedule}
+    assert group == {"count": 3, "betas": (0.9, None), "by": schedule, "both": [1, schedule]}
     assert isinstance(options[0]["by"], Opaque) and optimizer.param_groups[1]["lr"] == 0.01
 
 
