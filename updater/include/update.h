@@ -119,6 +119,9 @@ uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_
                     uint32_t count);
 uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count); /* 0: no memory, as above */
 uint64_t fcu_submit_copies(fcu_pool *pool, const fcu_block *blocks, uint32_t count); /* 0: no memory, as above */
+/* call(of, i) for each i below count, each on some worker. */
+typedef void fcu_call(void *of, uint32_t i);
+uint64_t fcu_submit_calls(fcu_pool *pool, fcu_call *call, void *of, uint32_t count); /* 0: no memory, as above */
 /* What no worker has begun is not done: all batches end as soon as the chunks under way are. */
 void fcu_cancel(fcu_pool *pool);
 /* This batch and all before it are done? Waits for it so many nanoseconds, without end if negative. */

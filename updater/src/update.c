@@ -97,7 +97,7 @@ fcu_piece fcu_part(const fcu_piece *c, const fcu_rule *rule, uint64_t from, uint
 
 enum { CHUNK = 1 << 16, SUM_CHUNK = 8 * FCS_BLOCK, COPY_CHUNK = 1 << 20 };
 
-/* Updates (rules, rule_of, pieces), or sums, or copies. */
+/* Updates (rules, rule_of, pieces), or sums, or copies, or calls. */
 typedef struct batch {
     struct batch *next;
     const fcu_rule *rules;
@@ -105,11 +105,13 @@ typedef struct batch {
     const fcu_piece *pieces;
     fcu_sum *sums;
     const fcu_block *blocks;
+    fcu_call *call;
+    void *argument;        /* of calls */
     uint32_t count, piece; /* next piece and element to hand out */
     uint64_t element, ticket, open;
 } batch;
 
-/* What a worker does next: a part of a piece by a rule, n elements of a sum, or n bytes of a copy. */
+/* What a worker does next: a part of a piece by a rule, n elements of a sum, n bytes of a copy, or call `from`. */
 typedef struct task {
     batch *of;
     const fcu_rule *rule;
@@ -147,6 +149,8 @@ static int take(fcu_pool *pool, task *next)
             whole = b->sums[b->piece].n, most = SUM_CHUNK;
         else if (b->blocks)
             whole = b->blocks[b->piece].bytes, most = COPY_CHUNK;
+        else if (b->call)
+            whole = most = 1;
         else
             whole = b->pieces[b->piece].n, most = CHUNK;
         uint64_t left = whole - b->element, n = left < most ? left : most;
@@ -155,6 +159,8 @@ static int take(fcu_pool *pool, task *next)
             next->sum = &b->sums[b->piece];
         } else if (b->blocks) {
             next->block = &b->blocks[b->piece];
+        } else if (b->call) {
+            next->from = b->piece;
         } else {
             next->rule = &b->rules[b->rule_of[b->piece]];
             next->part = fcu_part(&b->pieces[b->piece], next->rule, b->element, n);
@@ -206,6 +212,8 @@ static void *worker(void *argument)
             found = fcs_part(pool->kernels->sums, next.sum->data, next.from, next.n, next.sum->size);
         else if (next.block)
             fcu_copy((char *)next.block->to + next.from, (const char *)next.block->from + next.from, next.n);
+        else if (next.of->call)
+            next.of->call(next.of->argument, (uint32_t)next.from);
         else
             pool->kernels->update(next.rule, &next.part, &pool->tuning);
         fcu_fence(); /* before the count below says that it is there */
@@ -295,6 +303,15 @@ uint64_t fcu_submit_copies(fcu_pool *pool, const fcu_block *blocks, uint32_t cou
         return queue(pool, &(batch){ .blocks = blocks, .count = count });
     for (uint32_t i = 0; i < count; i++)
         fcu_copy(blocks[i].to, blocks[i].from, blocks[i].bytes);
+    return pool->finished = ++pool->tickets;
+}
+
+uint64_t fcu_submit_calls(fcu_pool *pool, fcu_call *call, void *of, uint32_t count)
+{
+    if (pool->threads)
+        return queue(pool, &(batch){ .call = call, .argument = of, .count = count });
+    for (uint32_t i = 0; i < count; i++)
+        call(of, i);
     return pool->finished = ++pool->tickets;
 }
 
