@@ -54,7 +54,8 @@ class Holder:
             self._undo = undo.pop_all()
 
     def _doors(self) -> dict[str, Any]:
-        return {"ports": self._children.connected if self._children is not None else {}, "inboxes": {}}
+        return {"ports": self._children.connected if self._children is not None else {}, "inboxes": {},
+                "telemetry": {}}
 
     @property
     def api(self) -> str | None:

@@ -27,7 +27,8 @@ from flowcheck.node.notify import Notify
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.step_gossip import Neighbours
 from flowcheck.node.ports.open_captures import OpenCaptures
-from flowcheck.node.status.board_writer import BoardWriter
+from flowcheck.node.status.publisher import Telling
+from flowcheck.node.telemetry.figures import Telemetry
 from flowcheck.node.tokens import warnings_of
 from flowcheck.node.versions.output import Hashes, Writer
 
@@ -47,7 +48,8 @@ class Node:
         self._notify = Notify()
         self.control: ControlServer | None = None
         self._children: Children | None = None
-        self._board_writer: BoardWriter | None = None
+        self._telling: Telling | None = None
+        self._telemetry: Telemetry | None = None
         with ExitStack() as undo:
             captures = self._captures = undo.enter_context(closing(OpenCaptures(config, say)))
             self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
@@ -67,8 +69,11 @@ class Node:
         config, path = self.config, self.config.output.keep_hashes
         hashes = undo.enter_context(closing(Hashes(path))) if path else None
         writer = undo.enter_context(closing(Writer(say, config.output.every, vouch=self._access.vouch)))
+        if config.telemetry is not None:
+            self._telemetry = undo.enter_context(closing(Telemetry(config.telemetry, say)))
         undo.callback(self._captures.stop, say)
-        groups = Groups(config, self._captures.port, self._captures.start, say, writer, hashes, self._common)
+        groups = Groups(config, self._captures.port, self._captures.start, say, writer, hashes, self._common,
+                        self._telemetry)
         undo.callback(groups.stop)
         return groups
 
@@ -109,11 +114,12 @@ class Node:
         return self.groups.connected
 
     def _doors(self) -> dict[str, Any]:
-        """Who is connected to the ports, and what of the groups' inboxes is taken."""
+        """Who is connected to the ports, what of the groups' inboxes is taken, and what was measured of gradients."""
         ports = {"control": self.control.connected} if self.control is not None else {}
         if self._children is not None:
             ports |= self._children.connected
-        return {"ports": ports, "inboxes": self.groups.inboxes}
+        measured = self._telemetry.document() if self._telemetry is not None else {}
+        return {"ports": ports, "inboxes": self.groups.inboxes, "telemetry": measured}
 
     def wait(self) -> None:
         """Until `stop`, until a group's thread has died of a fault of ours, or a capture cannot go on (its interface is

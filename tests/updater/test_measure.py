@@ -3,6 +3,7 @@ threads."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -59,7 +60,7 @@ def cut_gradients(draw: Any) -> tuple[str, np.ndarray, list[tuple[int, int, int]
     n = draw(st.one_of(st.integers(0, 70), st.integers(0, 9000), st.sampled_from([4095, 4096, 4097, 65536, 70_001])))
     bits = elements(draw, dtype, n)
     cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=3))})
-    pieces = list(zip(cuts, cuts[1:], strict=False))
+    pieces = list(itertools.pairwise(cuts))
     spans, at = {}, 0
     for begin, end in draw(st.permutations(pieces)):  # buckets do not lie in the order of a tensor's elements
         at += bits.itemsize * draw(st.integers(0, 9))

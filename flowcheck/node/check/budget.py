@@ -180,6 +180,8 @@ def _threads(config: NodeConfig, planned: Sequence[PlannedCapture]) -> Iterator[
     yield ThreadPlace("follow a group: judge, publish", config.jobs)
     if config.replica.threads:
         yield ThreadPlace("updater's workers, of each group", config.replica.threads)
+    if config.telemetry is not None:
+        yield ThreadPlace("telemetry's workers, of each group", config.telemetry.threads)
     if config.replica.peers:
         yield ThreadPlace("ask a peer, of each group", config.groups * len(config.replica.peers))
     if config.replica.peer_versions:

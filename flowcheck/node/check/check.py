@@ -18,6 +18,7 @@ from rich.console import Console
 from dataplane.live import check_cores
 from flowcheck.checkpoint.objects import check_url
 from flowcheck.control.tls import client_context
+from flowcheck.durable import check_writable
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.check.budget import EXAMPLE_MBPS, Budget, ask, budget
 from flowcheck.node.config.node import NodeConfig
@@ -46,6 +47,9 @@ def check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
     check_places(config.output)
     if config.store is not None:
         check_url(config.store.url)
+    if config.telemetry is not None and config.telemetry.directory is not None:
+        check_writable(config.telemetry.directory,
+                       "a directory that the node may write to as telemetry.directory, and free space")
     if config.protect is not None:
         check_copies(config)
     return access

@@ -17,6 +17,7 @@ from flowcheck.node.config.protect import Protect
 from flowcheck.node.config.replica import CommonStep, ReplicaSettings
 from flowcheck.node.config.store import Output, Store
 from flowcheck.node.config.table import ANYWHERE, NOWHERE, Table, host_and_port_of, is_loopback, known, numbered, wrong
+from flowcheck.node.config.telemetry import Telemetry
 from flowcheck.node.config.tokens import read_token, token_of
 
 __all__ = ["NodeConfig"]
@@ -39,6 +40,7 @@ class NodeConfig(Table):
     nodes: Nodes = Nodes()
     api: Api | None = None
     store: Store | None = None
+    telemetry: Telemetry | None = None
     tls: Tls | None = None
     tokens: TokenFiles = TokenFiles()
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$")] = "node"
@@ -107,7 +109,8 @@ class NodeConfig(Table):
             return self
         if self.api is None:
             raise wrong("api", "is missing: without it nobody could have the copies that this node holds")
-        given: list[str] = [key for key in ("replica", "common", "store", "follow") if key in self.model_fields_set]
+        following = ("replica", "common", "store", "telemetry", "follow")
+        given: list[str] = [key for key in following if key in self.model_fields_set]
         if self.control.listen != NOWHERE:
             given.insert(0, "control")
         if given:

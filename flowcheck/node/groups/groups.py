@@ -28,6 +28,7 @@ from flowcheck.node.groups.unattended import unattended
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.shelf import Shelf
 from flowcheck.node.ports.silence import Arrivals
+from flowcheck.node.telemetry.figures import Telemetry
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.rebuild.plan import JobPlan
 
@@ -36,14 +37,15 @@ __all__ = ["Groups"]
 
 class Groups:
     """port: what the mirror brings. receive(): packets, from the first job on. say: events. common: what groups of
-    other nodes have."""
+    other nodes have. telemetry: takes what is measured of gradients."""
 
     def __init__(
         self, config: NodeConfig, port: Arrivals, receive: Callable[[], None], say: Callable[..., None],
-        writer: Writer, hashes: Hashes | None, common: Common,
+        writer: Writer, hashes: Hashes | None, common: Common, telemetry: Telemetry | None = None,
     ) -> None:
         self._config, self._port, self._receive, self._say = config, port, receive, say
         self._writer, self._hashes, self._common = writer, hashes, common
+        self._telemetry = telemetry
         self._lock = threading.Lock()
         self._groups: dict[str, Group[Intake]] = {}
         self._ended: set[str] = set()  # groups whose job has ended in order, and nobody has come back since
@@ -92,7 +94,7 @@ class Groups:
 
     def _begun(self, name: str) -> Group[Intake]:
         group = attended(name, self._config, self._port, partial(self._hear, name), self._writer, self._hashes,
-                         self._common)
+                         self._common, self._telemetry)
         try:
             group.start()
         except RuntimeError as error:  # there is no thread to be had

@@ -38,6 +38,7 @@ from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.peer_set import Peering
 from flowcheck.node.ports.silence import Arrivals, Silent
 from flowcheck.node.status.failures import Ledger
+from flowcheck.node.telemetry.figures import Telemetry
 from flowcheck.node.versions.group_versions import GroupVersions
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.rebuild.plan import JobPlan
@@ -51,12 +52,12 @@ LAST_SECONDS = 5.0  # that ranks may need for their last word after rank 0's
 
 def attended(
     name: str, config: NodeConfig, port: Arrivals, say: Callable[..., None], writer: Writer, hashes: Hashes | None,
-    common: Common, now: Callable[[], float] = time.monotonic,
+    common: Common, telemetry: Telemetry | None = None, now: Callable[[], float] = time.monotonic,
 ) -> Group[Intake]:
     """A group of a job with trainers. name: what they call it. say: events. common: what other groups have."""
     say = partial(say, name=name)
     ranks, versions = Membership(), GroupVersions(config, name, say)
-    publisher = Publisher(name, config.output, port, say, ranks.tell, versions, writer, hashes, common)
+    publisher = Publisher(name, config.output, port, say, ranks.tell, versions, writer, hashes, common, telemetry)
     return Group(name, port.placers, say, publisher,
                  lambda group: Intake(group, config, port, ranks, versions, publisher, common, say), now)
 
@@ -352,6 +353,7 @@ class Intake(Feed):
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
             peers=self.peering.of(body, plan, run, clock, job.epoch), job_start=planned.start,
             matches=versions.shadow.begins(job.run_id), catching=self.peering.versions(planned.start),
+            telemetry=self._config.telemetry,
         ))
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
                   resync=resync.how)

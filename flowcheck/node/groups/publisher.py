@@ -1,6 +1,6 @@
 """What a session with trainers says becomes lines of the log, hashes, checkpoints, and answers to them.
 
-    publisher = Publisher(name, config.output, port, say, answer, versions, writer, hashes, common)
+    publisher = Publisher(name, config.output, port, say, answer, versions, writer, hashes, common, telemetry)
     publisher.begin()                           another job, or another start of it
     publisher.publish(session, event)           each event, one by one
     publisher.count_drops()                     a state comes now: what the node drops from here on
@@ -29,10 +29,11 @@ from flowcheck.node.peers.common_step import Common
 from flowcheck.node.ports.counts import grown
 from flowcheck.node.ports.silence import Arrivals, Silent
 from flowcheck.node.status.event_fields import closed_fields, line
+from flowcheck.node.telemetry.figures import Telemetry
 from flowcheck.node.versions.group_versions import GroupVersions
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.node.versions.runs import run_folder
-from flowcheck.rebuild.version.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
+from flowcheck.rebuild.version.events import Begun, CaughtUp, Closed, Event, GradientsMeasured, Lost, Resumed
 from flowcheck.rebuild.version.replica import JobReplica
 
 __all__ = ["Publisher"]
@@ -40,14 +41,16 @@ __all__ = ["Publisher"]
 
 class Publisher(Output):
     """name: of the group. say: its events. answer: gives a message to all of its ranks. common: what other groups have.
-    why: versions have ended."""
+    telemetry: takes what was measured. why: versions have ended."""
 
     def __init__(
         self, name: str, output: Settings, port: Arrivals, say: Callable[..., None], answer: Callable[[Any], None],
         versions: GroupVersions, writer: Writer, hashes: Hashes | None, common: Common,
+        telemetry: Telemetry | None = None,
     ) -> None:
         self._name, self._output, self._port, self._say, self._answer = name, output, port, say, answer
         self._versions, self._writer, self._hashes, self._common = versions, writer, hashes, common
+        self._telemetry = telemetry
         self._settled = False  # this run has a version that may be relied on: those of others are gone
         self._persisted = threading.Event()  # a verified version of this run is on disk
         self.why = ""
@@ -75,6 +78,9 @@ class Publisher(Output):
                 self._say_line(session, event, kernels=session.replica.kernels)
             case CaughtUp():
                 self._caught_up(session, event)
+            case GradientsMeasured(measured) if self._telemetry is not None:
+                number = session.clock.number(measured.iteration)
+                self._telemetry.take(self._name, session.plan.job, number, measured, self._say)
             case Silent(why):
                 said = "silent" if why else "mirror_back"
                 self._say(said, why=why or "the mirror brings the job's packets again")

@@ -24,14 +24,17 @@ from parser.placers import Placers
 
 from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
+from flowcheck.node.config.telemetry import Telemetry
 from flowcheck.node.groups.move_detector import Movement
 from flowcheck.node.groups.ranges import Resync
 from flowcheck.node.peers.catch_up import CatchUp
 from flowcheck.node.ports.silence import Arrivals, Silence
+from flowcheck.rebuild.iteration.measured_arenas import MeasuredArenas
+from flowcheck.rebuild.iteration.measuring import Passes
 from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
 from flowcheck.rebuild.iteration.wire_arenas import WireArenas
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.version.events import Closed, Event, Resumed
+from flowcheck.rebuild.version.events import Closed, Event, GradientsMeasured, Resumed
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.joining import Joining
 from flowcheck.rebuild.version.overload import Overload
@@ -54,22 +57,29 @@ class LiveSession:
     trainers be asked for what is stale in them (range_repair.py)? resync: asks them. peers: as of PeerRepair.
     job_start: ReplicaOptions.start. matches: checksums that have matched in this run before. catching: asks peers
     before, where that is everything. trainers: False: none attaches, and nothing but parameters that are gathered can
-    be followed (unattended.py)."""
+    be followed (unattended.py). telemetry: of which iterations gradients are measured; None: of none."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
         peers: Peers | None = None, job_start: str = "", matches: int = 0, catching: CatchUp | None = None,
-        trainers: bool = True,
+        trainers: bool = True, telemetry: Telemetry | None = None,
     ) -> None:
         self.port = port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds) if trainers else Policy.unattended()
-        self.arenas = WireArenas(plan, sources, names, sources_wait=policy.sources_wait)
+        self._measured: MeasuredArenas | None = None
+        if telemetry is not None:
+            every = telemetry.every
+            passes = Passes(lambda iteration: not self.clock.number(iteration) % every, telemetry.threads)
+            self._measured = MeasuredArenas(plan, sources, names, passes=passes, sources_wait=policy.sources_wait)
+        self.arenas = self._measured or WireArenas(plan, sources, names, sources_wait=policy.sources_wait)
         replica = None if trainers else JobReplica(plan, None)  # which says that there is none
         self.follower = Follower(plan, self.arenas, policy, replica, clock=clock, now=now, stamp=stamp)
         self.follower.chain.matches = matches
+        if self._measured is not None:
+            self._measured.on_end = lambda iteration: self.follower.keeper.note("measured", iteration + 1)
         self._peers = PeerRepair(self.follower, self.arenas, peers)
         self.joining: Joining | None = None
         if patched:
@@ -120,7 +130,7 @@ class LiveSession:
         """Go on from a trainer's state, after what is still under way. groups: hyper-parameters of the step before it.
         path: a file for the replica. Raises UserError if the state does not fit the job, or is too late."""
         self.withdraw()
-        yield from self.follower.settle()
+        yield from self._heard(self.follower.settle())
         self.follower.check(iteration)
         fresh = self._new_replica(path)
         fresh.start(parameters, state, self.clock.before(iteration), groups)
@@ -132,7 +142,7 @@ class LiveSession:
         """Go on without a state, by ranges, after what is still under way. path(): a file for a replica, where there is
         none to go on with. left: that of an earlier process, of this start of the job. Raises UserError: there cannot
         be a replica."""
-        yield from self.follower.settle()
+        yield from self._heard(self.follower.settle())
         assert self.joining is not None
         chain = self.follower.chain
         replica, taken_up = chain.replica, False
@@ -173,7 +183,7 @@ class LiveSession:
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
         chain = self.follower.chain
-        for event in self.follower.poll():
+        for event in self._heard(self.follower.poll()):
             if isinstance(event, Closed):
                 self._movement.closed(event)
             yield event
@@ -188,9 +198,21 @@ class LiveSession:
         if self._resync is not None and (self._catching is None or not self._catching.busy):
             yield from self._resync.look(self.joining.ranges)
 
+    def _heard(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Begin a pass over what an iteration brought as soon as it is known what became of it."""
+        for event in events:
+            if self._measured is not None and isinstance(event, Closed):
+                self._measured.closed(self.replica.last_step() if event.published and self.replica else None)
+            yield event
+        if self._measured is not None:
+            yield from map(GradientsMeasured, self._measured.take())
+
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""
-        yield from self.follower.finish()
+        yield from self._heard(self.follower.finish())
+        if self._measured is not None:
+            self._measured.settle()
+            yield from map(GradientsMeasured, self._measured.take())
         yield from self.follower.keeper.look(self.next)
         yield from self.follower.keeper.rest()
 
@@ -200,6 +222,8 @@ class LiveSession:
             self._catching.close()
         self._peers.close()
         self.follower.close()
+        if self._measured is not None:
+            self._measured.end()
 
     def mark(self) -> list[int]:
         """Where the rings end now: for `passed`."""

@@ -34,13 +34,14 @@ LOST = ("ring_full", "oversize", "bad_checksum", "unfinished", "nic_missed", "er
 class BoardWriter:
     """name: the node's. planned, sources: captures, as of Port. port: None: there are none. connected(): ranks that are
     connected, by group. now: a clock that never goes back. stamp: seconds since 1970. common(): as of Common.document.
-    shadow: api.shadow. doors(): connections by port, as of ControlServer.connected, and inboxes by group."""
+    shadow: api.shadow. doors(): connections by port, as of ControlServer.connected, inboxes by group, and
+    what was measured of gradients, by group."""
 
     def __init__(
         self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Port | None,
         connected: Callable[[], Mapping[str, int]], now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], float] = time.time, common: Callable[[], Mapping[str, Any]] = dict, shadow: int = 0,
-        doors: Callable[[], Mapping[str, Any]] = lambda: {"ports": {}, "inboxes": {}},
+        doors: Callable[[], Mapping[str, Any]] = lambda: {"ports": {}, "inboxes": {}, "telemetry": {}},
     ) -> None:
         self._shadow, self._doors = shadow, doors
         self.tally = Tally(name, stamp)

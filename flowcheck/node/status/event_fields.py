@@ -33,6 +33,8 @@ Number = Callable[[int], int]
 _Line = tuple[str, dict[str, Any]]
 
 _REMEDIES = {
+    "telemetry": "it had to wait until the gradients of the one before were measured: raise telemetry.every or"
+    " telemetry.threads",
     "placing": "its packets are placed, or looked at, late: more capture.queues, each with cores of its own in"
     " capture.cores and capture.place_cores, and a core for the group's thread",
     "record": "its step record comes late: look at the trainer and the control network, and leave a core for the"
@@ -74,8 +76,9 @@ def _times(event: Timed, number: Number) -> dict[str, Any]:
 
     return {
         "iteration": number(times.iteration), "first": None if first is None else round(first / 1e9, 6),
-        "last": after(times.last), "covered": after(times.covered), "record": after(times.record),
-        "applied": after(times.applied), "published": after(times.published), "next": after(times.next),
+        "last": after(times.last), "measured": after(times.measured), "covered": after(times.covered),
+        "record": after(times.record), "applied": after(times.applied), "published": after(times.published),
+        "next": after(times.next),
         "slack": None if times.slack is None else _ms(times.slack), "rings": list(event.rings),
         "arenas": list(event.arenas),
     }

@@ -24,7 +24,8 @@ FAILURES = 16
 MOST_TEXT = 600  # characters of a sentence that are kept
 
 # Of an iteration, in this order; the fields of `times` at which each ends.
-STAGES = {"receive": "last", "place": "covered", "record": "record", "update": "applied", "publish": "published"}
+STAGES = {"receive": "last", "telemetry": "measured", "place": "covered", "record": "record", "update": "applied",
+          "publish": "published"}
 BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)  # seconds
 
 # A condition of a group holds from one event until another of its group.

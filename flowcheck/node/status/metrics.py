@@ -70,7 +70,7 @@ def _parts(document: Document) -> Iterator[tuple[list[str], Any]]:
     for group in document["groups"]:
         name = group["name"]
         more = {"connected": document["connected"].get(name, 0), "common": document["common"].get(name),
-                "inbox": document["inboxes"].get(name)}
+                "inbox": document["inboxes"].get(name), "telemetry": document["telemetry"].get(name)}
         yield [name], group | more
 
 
@@ -119,6 +119,30 @@ def _common(found: Callable[[Any], Any]) -> Callable[[Any], Samples]:
 def _inbox(key: str) -> Callable[[Any], Samples]:
     """Only of a group that trainers can come to."""
     return lambda of: [([], of["inbox"][key])] if of["inbox"] else []
+
+
+def _measured(key: str) -> Callable[[Any], Samples]:
+    """Only of a group of which something was measured."""
+    return lambda of: [([], of["telemetry"][key])] if of["telemetry"] else []
+
+
+def _parts_measured(key: str) -> Callable[[Any], Samples]:
+    return lambda of: [([part], one[key]) for part, one in of["telemetry"]["parts"].items()] if of["telemetry"] else []
+
+
+def _not_finite(of: Any) -> Samples:
+    return [([part, kind], one[key]) for part, one in of["telemetry"]["parts"].items()
+            for kind, key in (("nan", "nans"), ("infinity", "infs"))] if of["telemetry"] else []
+
+
+def _first_not_finite(key: str) -> Callable[[Any], Samples]:
+    """Of the newest iteration that had any."""
+
+    def found(of: Any) -> Samples:
+        first = of["telemetry"]["first"] if of["telemetry"] else None
+        return [([first["tensor"], first["kind"]], first[key])] if first else []
+
+    return found
 
 
 def _pair(key: str, index: int) -> Callable[[Any], Samples]:
@@ -248,6 +272,30 @@ METRICS: tuple[Kind, ...] = (
          lambda of: [([], of["parameters"]["step"])] if of["parameters"]["time"] else []),
     Kind("flowcheck_parameters_timestamp_seconds", "gauge", (), "When they were written, in seconds since 1970",
          _when("parameters", "time")),
+    Kind("flowcheck_gradient_iteration", "gauge", (), "Newest iteration whose gradients were measured (telemetry)",
+         _measured("iteration")),
+    Kind("flowcheck_gradient_norm", "gauge", ("part",), "L2 norm of its gradients, of what is finite",
+         _parts_measured("norm")),
+    Kind("flowcheck_gradient_largest", "gauge", ("part",), "Largest finite absolute value in them",
+         _parts_measured("largest")),
+    Kind("flowcheck_gradient_zeros_ratio", "gauge", ("part",), "Share of their elements that is 0",
+         _parts_measured("zeros")),
+    Kind("flowcheck_gradient_not_finite_elements", "gauge", ("part", "kind"), "Their elements that are not finite",
+         _not_finite),
+    Kind("flowcheck_gradient_not_finite_iteration", "gauge", ("tensor", "kind"),
+         "Newest measured iteration with such an element; its first tensor with one", _first_not_finite("iteration")),
+    Kind("flowcheck_gradient_not_finite_first_element", "gauge", ("tensor", "kind"),
+         "The first of them in that tensor, counted from 0", _first_not_finite("element")),
+    Kind("flowcheck_update_ratio", "gauge", ("part",),
+         "Norm of what the step added to the weights over their norm before it", _parts_measured("ratio")),
+    Kind("flowcheck_unmeasured_tensors", "gauge", (), "Tensors of that iteration of which elements were missing",
+         _measured("unmeasured")),
+    Kind("flowcheck_measured_iterations_total", "counter", (), "Iterations that were measured", _measured("passes")),
+    Kind("flowcheck_measuring_seconds_total", "counter", (), "How long that took, beside what else the node does",
+         _measured("seconds_total")),
+    Kind("flowcheck_telemetry_rows_total", "counter", ("result",), "Rows of telemetry files",
+         lambda of: [([result], of["telemetry"]["rows"][result]) for result in ("written", "dropped")]
+         if of["telemetry"] else []),
     Kind("flowcheck_failures_total", "counter", (), "Failures of the job that it has come back from",
          _one("failures", "count")),
     Kind("flowcheck_failure_seconds_total", "counter", (), "From each one's being noticed to the first iteration after",

@@ -29,8 +29,9 @@ MOST = 1_000_000  # iterations ahead; further away is never
 class Times:
     """Of one iteration; None: it has not happened, or nobody saw it.
 
-    first, last: its packets were captured. covered: all of it was there. record: its step record had come. applied: its
-    version was written. published: it could be read. next: the first packet of a later iteration was captured."""
+    first, last: its packets were captured. measured: the pass over the gradients of the iteration before had ended
+    (telemetry). covered: all of it was there. record: its step record had come. applied: its version was written.
+    published: it could be read. next: the first packet of a later iteration was captured."""
 
     iteration: int
     first: int | None = None
@@ -40,6 +41,7 @@ class Times:
     applied: int | None = None
     published: int | None = None
     next: int | None = None
+    measured: int | None = None
 
     @property
     def slack(self) -> int | None:
@@ -47,12 +49,13 @@ class Times:
         return None if self.published is None or self.next is None else self.next - self.published
 
     def stage(self, *, records: bool) -> str:
-        """What took longest between its last byte and its version, or what it waits for if it has none: "placing",
-        "record", "update" or "checksums". records: it has no version without its step record."""
+        """What took longest between its last byte and its version, or what it waits for if it has none:
+        "telemetry", "placing", "record", "update" or "checksums". records: it has no version without its step
+        record."""
         longest, stage, begin = -1, "placing", self.last or 0
-        for name, end in (("placing", self.covered), ("record", self.record), ("update", self.applied),
-                          ("checksums", self.published)):
-            if end is None and (name != "record" or records):
+        for name, end in (("telemetry", self.measured), ("placing", self.covered), ("record", self.record),
+                          ("update", self.applied), ("checksums", self.published)):
+            if end is None and name != "telemetry" and (name != "record" or records):
                 return name
             if end is not None and end - begin > longest:
                 longest, stage = end - begin, name

@@ -11,13 +11,14 @@ from pathlib import Path
 
 from flowcheck.rebuild.iteration.collector import Judged
 from flowcheck.rebuild.iteration.deadline import Times
+from flowcheck.rebuild.iteration.measuring import Measured
 from flowcheck.rebuild.iteration.merger import healed
 from flowcheck.rebuild.iteration.verdict import Clause
 from flowcheck.rebuild.version.building import Built
 
 __all__ = [
-    "Asked", "Begun", "Behind", "CaughtUp", "Closed", "Event", "FromPeers", "GivenUp", "Held", "Lost", "NotCaughtUp",
-    "OnTime", "Patched", "Read", "Resumed", "Skipped", "TakenUp", "Timed", "Waiting", "closed",
+    "Asked", "Begun", "Behind", "CaughtUp", "Closed", "Event", "FromPeers", "GivenUp", "GradientsMeasured", "Held",
+    "Lost", "NotCaughtUp", "OnTime", "Patched", "Read", "Resumed", "Skipped", "TakenUp", "Timed", "Waiting", "closed",
 ]
 
 
@@ -211,6 +212,13 @@ class Timed(Event):
     times: Times
     rings: tuple[int, int]
     arenas: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class GradientsMeasured(Event):
+    """A pass over what an iteration brought has ended (telemetry)."""
+
+    measured: Measured
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
 from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.version.last_step import LastStep
 from flowcheck.rebuild.version.recipe import kinds_of, recipe_of, shapes_of
 from updater.errors import NoRoom, ReplicaError, UpdaterError
 from updater.found import describe
@@ -355,6 +356,11 @@ class JobReplica:
         """The order of roundings, by name."""
         assert self._recipe is not None
         return self._recipe.rounding.name
+
+    def last_step(self) -> LastStep | None:
+        """The version before the current one, and that; None: the version before is not here."""
+        assert self._replica is not None
+        return LastStep.of(self._replica.slots, self._replica.current.step)
 
     @property
     def building(self) -> bool:

@@ -1,6 +1,6 @@
 """When each iteration came and what became of it: the stamps of a follower, and what they say about keeping up.
 
-    keeper.note("covered", iteration)        as it happens: covered, record, applied
+    keeper.note("covered", iteration)        as it happens: covered, record, applied, measured
     keeper.ended(iteration, published=True)  it has closed
     for event in keeper.look(wanted): ...    at every look at the rings: Timed, Behind, OnTime
     keeper.rest()                            no more traffic: those of which the next has not come
@@ -45,7 +45,7 @@ class Timekeeper:
         self._in_a_row = self._calm = 0
         self._left: int | None = None  # that was said
 
-    def note(self, what: Literal["covered", "record", "applied"], iteration: int) -> None:
+    def note(self, what: Literal["covered", "record", "applied", "measured"], iteration: int) -> None:
         """It has happened; only the first time counts."""
         self._stamps.setdefault(iteration, {}).setdefault(what, self._now())
 
@@ -57,7 +57,7 @@ class Timekeeper:
         first, last = self._source.times(iteration) or (None, None)
         self._ended.append(Times(
             iteration, first, last, stamps.get("covered"), stamps.get("record"), stamps.get("applied"),
-            self._now() if published else None,
+            self._now() if published else None, measured=stamps.get("measured"),
         ))
         self._consumed.append((iteration, self._source.consumed))
 
@@ -120,7 +120,8 @@ class Timekeeper:
             return []
         stamps = self._stamps.get(wanted, {})
         first, last = self._source.times(wanted) or (None, None)
-        times = Times(wanted, first, last, stamps.get("covered"), stamps.get("record"), stamps.get("applied"))
+        times = Times(wanted, first, last, stamps.get("covered"), stamps.get("record"), stamps.get("applied"),
+                      measured=stamps.get("measured"))
         return [self._say(wanted, late, times.stage(records=self._records) if late else "rings", left)]
 
     @property

@@ -22,6 +22,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.node.config.replica import ReplicaSettings
+from flowcheck.node.config.telemetry import Telemetry
 from flowcheck.node.groups.members import RankSession
 from flowcheck.node.groups.ranges import Resync
 from flowcheck.node.groups.session import LiveSession
@@ -79,7 +80,7 @@ class Live:
                  record_seconds: float = 10.0, folder: Path | None = None, slots: int = 2, threads: int = 0,
                  arenas: int = 4, patched: bool = False, members: Mapping[int, RankSession] | None = None,
                  peers: Peers | None = None, resync_mb: int = 32, job_start: str = "",
-                 catching: CatchUp | None = None) -> None:
+                 catching: CatchUp | None = None, telemetry: Telemetry | None = None) -> None:
         self.job, self.now = job or small_job(), 1000.0
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
@@ -101,6 +102,7 @@ class Live:
             plan, self.sources, Clock(first), slots=slots, threads=threads, record_seconds=record_seconds,
             port=self.port, now=lambda: self.now, patched=patched,
             resync=self.resync, peers=peers, job_start=job_start, catching=catching,
+            telemetry=telemetry,
         )
 
     @property

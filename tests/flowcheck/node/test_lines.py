@@ -40,17 +40,17 @@ def said(event: Event) -> tuple[str, dict[str, Any]]:
 def test_times_are_milliseconds_after_the_first_byte() -> None:
     ms = 1_000_000
     times = Times(7, FIRST, FIRST + 3 * ms, FIRST + 4 * ms, FIRST + 9 * ms, FIRST + 12 * ms, FIRST + 12_500_000,
-                  FIRST + 12 * ms)
+                  FIRST + 12 * ms, FIRST + 3_500_000)
     assert said(Timed(times, (31, 16384), (2, 4))) == ("times", {
-        "iteration": 107, "first": 1_795_364_912.25, "last": 3.0, "covered": 4.0, "record": 9.0, "applied": 12.0,
-        "published": 12.5, "next": 12.0, "slack": -0.5, "rings": [31, 16384], "arenas": [2, 4],
+        "iteration": 107, "first": 1_795_364_912.25, "last": 3.0, "measured": 3.5, "covered": 4.0, "record": 9.0,
+        "applied": 12.0, "published": 12.5, "next": 12.0, "slack": -0.5, "rings": [31, 16384], "arenas": [2, 4],
     })
 
 
 def test_what_is_not_known_is_null_and_not_in_the_text() -> None:
     name, fields = said(Timed(Times(7, FIRST, FIRST + 10**6), (0, 64), (1, 4)))
     assert {key for key, value in fields.items() if value is None} == {
-        "covered", "record", "applied", "published", "next", "slack"}
+        "measured", "covered", "record", "applied", "published", "next", "slack"}
     assert as_text({"event": name, **fields}) == (
         "times: iteration 107, first 1795364912.25, last 1.0, rings [0, 64], arenas [1, 4]")
     assert said(Timed(Times(7), (0, 64), (1, 4)))[1]["first"] is None

@@ -170,8 +170,8 @@ def test_a_row_is_an_iteration_with_its_times_and_its_end() -> None:
     first, second = made["rows"]
     assert first == {
         "iteration": 3, "published": True, "missing": {"lost": 2}, "filled": {"stream": 1, "peer": 2}, "why": "c",
-        "times": {"first": START + 3, "last": 40.0, "covered": 42.0, "record": 41.0, "applied": 60.0,
-                  "published": 61.0, "next": 100.0},
+        "times": {"first": START + 3, "last": 40.0, "measured": None, "covered": 42.0, "record": 41.0,
+                  "applied": 60.0, "published": 61.0, "next": 100.0},
     }
     assert second["iteration"] == 4 and "times" not in second
 

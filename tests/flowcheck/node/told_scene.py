@@ -11,6 +11,15 @@ from flowcheck.node.status.counters import Tally
 START = 1_700_000_000.0
 
 
+PART = {"norm": 2.5, "largest": 1.5, "zeros": 0.25, "nans": 0, "infs": 0, "ratio": 0.001}
+MEASURED = {
+    "iteration": 6, "seconds": 0.5, "unmeasured": 1, "finite": False, "passes": 3, "seconds_total": 1.25,
+    "parts": {"": PART | {"nans": 2, "ratio": None}, "layer0": PART | {"nans": 2, "norm": 1.5}},
+    "first": {"iteration": 6, "tensor": "layer0.bias", "element": 4, "kind": "nan"},
+    "rows": {"written": 40, "dropped": 8},
+}
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = START
@@ -35,8 +44,9 @@ def iteration(number: int, name: str = "dp0", **fields: Any) -> tuple[str, dict[
 
 def times(number: int, name: str = "dp0", **fields: Any) -> tuple[str, dict[str, Any]]:
     return "times", {
-        "name": name, "iteration": number, "first": START + number, "last": 40.0, "covered": 42.0, "record": 41.0,
-        "applied": 60.0, "published": 61.0, "next": 100.0, "slack": 39.0, "rings": [300, 4096], "arenas": [2, 4],
+        "name": name, "iteration": number, "first": START + number, "last": 40.0, "measured": None, "covered": 42.0,
+        "record": 41.0, "applied": 60.0, "published": 61.0, "next": 100.0, "slack": 39.0, "rings": [300, 4096],
+        "arenas": [2, 4],
     } | fields
 
 
@@ -57,6 +67,6 @@ def document(*events: tuple[str, dict[str, Any]], captures: tuple[str, ...] = ("
         "version": "9.9", "captures": ports, "unclaimed": {}, "connected": {"dp0": 4}, "shadow": 0,
         "common": {"dp0": {"step": 6, "groups": 3, "apart": ["dp2"]}},
         "ports": {"control": {"known": 4, "strangers": 1, "ended": 7}, "api": {}},
-        "inboxes": {"dp0": {"bytes": 10, "most": 100, "held_up": 2}},
+        "inboxes": {"dp0": {"bytes": 10, "most": 100, "held_up": 2}}, "telemetry": {"dp0": MEASURED},
     } | more
     return json.loads(json.dumps(body))

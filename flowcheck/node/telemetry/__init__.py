@@ -1,0 +1,1 @@
+"""What is measured of gradients, for metrics and files (docs/use/operating.md)."""
