@@ -77,8 +77,9 @@ def example(now: float) -> dict[str, Any]:
                 filled={"stream": 180_000} | more, patched=306 if "trainer" in more else 0, stale=306 * lost, lag=0,
                 matches=(number - FIRST) // 10,
                 failed=["covered"] if lost else [], why=[["covered", "bucket 3 lacks 306 elements: lost"]] * lost)
-        happens("times", at, iteration=number, first=at, last=receive, measured=None, covered=receive + 4, record=receive + 7,
-                applied=None if lost else update, published=None if lost else update + 3, next=following,
+        happens("times", at, iteration=number, first=at, last=receive, measured=None, covered=receive + 4,
+                record=receive + 7, applied=None if lost else update, published=None if lost else update + 3,
+                next=following,
                 slack=None if lost else following - update - 3, rings=[310, 16384], arenas=[2, 4])
         if "trainer" in more:
             happens("patched", at, iteration=number, since=number - 1, elements=306, bytes=3672, source="trainer")

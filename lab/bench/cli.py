@@ -24,6 +24,7 @@ BENCHES = {
     "closing": ("lab.bench.closing", "evidence and verdict of an iteration that closes, per GB"),
     "pipeline": ("lab.bench.pipeline", "stages alone, in sequence and overlapped, against the memory"),
     "checksum": ("lab.bench.sums", "checksums of a version's parameters, against reading them"),
+    "telemetry": ("lab.bench.telemetry", "norms and counts of gradients, against reading them, beside checksums"),
     "protect": ("lab.bench.coding", "parity of streams of bytes, against copying as much and against isa-l"),
     "journal": ("lab.bench.journal", "iterations into a journal's files, against dd of as many bytes"),
     "hook": ("lab.bench.hook", "what an attachment costs the training process per step, beside a budget"),

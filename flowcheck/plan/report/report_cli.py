@@ -55,6 +55,8 @@ def report(
     title: Annotated[str, typer.Option("--title", help="Its heading. Default: the size of the cluster.")] = "",
     asked: ClusterOptions,
     mirror: MirrorOptions,
+    telemetry: Annotated[Path | None, typer.Option(
+        "--telemetry", help="A node's gradients.csv (docs/use/operating.md): its pictures stand on the page, too.")] = None,
 ) -> None:
     """One page for a cluster: the question, inputs, pictures, verdict, and what would change it. Extra `plan`.
 
@@ -65,8 +67,10 @@ def report(
     from flowcheck.plan.goodput.goodput import answer
     from flowcheck.plan.goodput.sensitivity import break_even_lines, sensitivity
     from flowcheck.plan.report.report import check_name, page, write
+    from flowcheck.plan.report.telemetry import telemetry_answer
 
     check_name(out)
+    measured = [telemetry_answer(telemetry)] if telemetry is not None else []
     values = given(asked)
     first = read_cluster(values, Inputs(), asked.scale)
     if asked.scale:
@@ -84,7 +88,7 @@ def report(
         f"{cluster.failures.failures_per_day:g} times a day. Do the mirrored ports suffice, does a node keep up, how "
         "much of the time trains with each checkpointing system, and what does the rest cost?"
     )
-    answers = [held, kept, answer(cluster, inputs)]
+    answers = [held, kept, answer(cluster, inputs), *measured]
     write(out, page(heading, question, answers, sensitivity(cluster), break_even_lines(cluster)))
     typer.echo(f"written: {out}")
 

@@ -100,7 +100,8 @@ def test_what_is_left_out(tmp_path: Path) -> None:
         "nodes": {"addresses": (), "registry": (), "registry_ca": "", "registry_cert": None, "registry_key": None,
                   "registry_user": "", "registry_password_file": None, "cluster": "default", "advertise": None,
                   "host": "", "leaf": "", "rack": ""},
-        "api": None, "protect": None, "store": None, "telemetry": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
+        "api": None, "protect": None, "store": None, "telemetry": None, "tls": None, "name": "node", "groups": 1,
+        "record_seconds": 30.0,
         "tokens": {"trainer": None, "peer": None, "reader": None, "operator": None},
     }
 

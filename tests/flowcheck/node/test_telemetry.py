@@ -1,4 +1,4 @@
-"""What is measured of gradients: in sessions, in metrics and in files; and that nothing is there without the setting."""
+"""What is measured of gradients: in sessions, in metrics, in files; and that nothing is there without the setting."""
 
 from __future__ import annotations
 
@@ -154,8 +154,9 @@ def test_without_the_setting_nothing_of_it_is_there(monkeypatch: pytest.MonkeyPa
     at.state(0)
     assert at.step(0).published
     at.session.close()
-    (tmp_path / "node.toml").write_text('[control]\nlisten = "localhost:1"\ntoken_file = "t"\n[capture]\ndevice = "d"\n')
-    assert load(tmp_path / "node.toml").telemetry is None
+    path = tmp_path / "node.toml"
+    path.write_text('[control]\nlisten = "localhost:1"\ntoken_file = "t"\n[capture]\ndevice = "d"\n')
+    assert load(path).telemetry is None
 
 
 # -- figures and files ----------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ def test_a_nan_is_in_metrics_in_the_file_and_said_once(scene: Callable[..., Scen
     telemetry = Telemetry(Settings(directory=tmp_path), lambda *_, **__: None)
     for iteration in range(4):
         found = passes(at, nan=iteration in (1, 2))
-        telemetry.take("dp0", at.job, found.iteration + 100, found, lambda event, **fields: said.append((event, fields)))
+        telemetry.take("dp0", at.job, found.iteration + 100, found, lambda event, **of: said.append((event, of)))
     piece = next(one for one in at.job.bucket_layout(1)[0].slices if one.offset <= 7 < one.offset + one.length)
     element = piece.start + 7 - piece.offset
     assert said == [("not_finite", {"iteration": 101, "tensor": piece.name, "element": element, "kind": "nan",

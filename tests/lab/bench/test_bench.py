@@ -80,6 +80,17 @@ def test_rows_of_checksums() -> None:
     assert {row["target"] for row in rows} == {0.5, 0.6}
 
 
+def test_rows_of_telemetry() -> None:
+    done = bench("telemetry", "--json", "--rounds", "1", "--megabytes", "4")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(well_formed(row) for row in rows)
+    assert [row["name"] for row in rows] == [
+        f"telemetry.{kind}.{width}.{threads}t" for width in ("fp32", "bf16", "fp16") for threads in (1, 2)
+        for kind in ("gradients", "weights", "checksum")
+    ]
+
+
 def test_an_unknown_name_is_refused() -> None:
     done = bench("speed")
     assert done.returncode == 2 and "parse" in done.stderr and "Traceback" not in done.stderr
