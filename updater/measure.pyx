@@ -16,6 +16,7 @@ from collections import namedtuple
 
 from libc.stdint cimport int64_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memset
 
 __all__ = ["Found", "Measurer", "Parts"]
 
@@ -126,7 +127,8 @@ cdef class Parts:
         cdef uint64_t elements
         out = []
         for tensor in range(self.tensors):
-            sum = fcm_part(first_nan=<uint64_t>-1, first_inf=<uint64_t>-1)
+            memset(&sum, 0, sizeof(sum))
+            sum.first_nan = sum.first_inf = <uint64_t>-1
             elements = 0
             while i < self.count and self.parts[i].tensor == tensor:
                 if self.parts[i].data != NULL:

@@ -28,7 +28,7 @@ from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.step_gossip import Neighbours
 from flowcheck.node.ports.open_captures import OpenCaptures
 from flowcheck.node.status.publisher import Telling
-from flowcheck.node.telemetry.figures import Telemetry
+from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.tokens import warnings_of
 from flowcheck.node.versions.output import Hashes, Writer
 

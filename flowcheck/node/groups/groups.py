@@ -28,7 +28,7 @@ from flowcheck.node.groups.unattended import unattended
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.shelf import Shelf
 from flowcheck.node.ports.silence import Arrivals
-from flowcheck.node.telemetry.figures import Telemetry
+from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.rebuild.plan import JobPlan
 

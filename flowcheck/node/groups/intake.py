@@ -38,7 +38,7 @@ from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.peer_set import Peering
 from flowcheck.node.ports.silence import Arrivals, Silent
 from flowcheck.node.status.failures import Ledger
-from flowcheck.node.telemetry.figures import Telemetry
+from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.versions.group_versions import GroupVersions
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.rebuild.plan import JobPlan

@@ -29,7 +29,7 @@ from flowcheck.node.peers.common_step import Common
 from flowcheck.node.ports.counts import grown
 from flowcheck.node.ports.silence import Arrivals, Silent
 from flowcheck.node.status.event_fields import closed_fields, line
-from flowcheck.node.telemetry.figures import Telemetry
+from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.versions.group_versions import GroupVersions
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.node.versions.runs import run_folder
@@ -79,8 +79,8 @@ class Publisher(Output):
             case CaughtUp():
                 self._caught_up(session, event)
             case GradientsMeasured(measured) if self._telemetry is not None:
-                number = session.clock.number(measured.iteration)
-                self._telemetry.take(self._name, session.plan.job, number, measured, self._say)
+                job, number = session.plan.job, session.clock.number(measured.iteration)
+                self._telemetry.take(self._name, run_folder(job.run_id, job.epoch), number, measured, self._say)
             case Silent(why):
                 said = "silent" if why else "mirror_back"
                 self._say(said, why=why or "the mirror brings the job's packets again")

@@ -291,7 +291,7 @@ METRICS: tuple[Kind, ...] = (
     Kind("flowcheck_unmeasured_tensors", "gauge", (), "Tensors of that iteration of which elements were missing",
          _measured("unmeasured")),
     Kind("flowcheck_measured_iterations_total", "counter", (), "Iterations that were measured", _measured("passes")),
-    Kind("flowcheck_measuring_seconds_total", "counter", (), "How long that took, beside what else the node does",
+    Kind("flowcheck_measuring_seconds_total", "counter", (), "How long that took",
          _measured("seconds_total")),
     Kind("flowcheck_telemetry_rows_total", "counter", ("result",), "Rows of telemetry files",
          lambda of: [([result], of["telemetry"]["rows"][result]) for result in ("written", "dropped")]

@@ -56,7 +56,7 @@ def report(
     asked: ClusterOptions,
     mirror: MirrorOptions,
     telemetry: Annotated[Path | None, typer.Option(
-        "--telemetry", help="A node's gradients.csv (docs/use/operating.md): its pictures stand on the page, too.")] = None,
+        "--telemetry", help="A node's gradients.csv (docs/use/operating.md): its pictures, too.")] = None,
 ) -> None:
     """One page for a cluster: the question, inputs, pictures, verdict, and what would change it. Extra `plan`.
 

@@ -1,6 +1,6 @@
 """A node's telemetry file as a part of a page: norms and update ratios by iteration, and what was no number.
 
-    telemetry_answer(Path("gradients.csv"))     raises UserError for a file that is none
+    telemetry_answer(Path("gradients.csv"))     raises UserError for any other file
 
 Of a file with many tensors those with the largest norms are drawn, and the model as a whole. Rows are read one by one;
 memory grows with the figures that are drawn: iterations times tensors.
@@ -37,7 +37,7 @@ class _Found:
 
 
 def telemetry_answer(path: Path) -> Answer:
-    """Raises UserError: it is no such file; EnvironmentProblem: it cannot be read."""
+    """Raises UserError: another file; EnvironmentProblem: it cannot be read."""
     found = _Found()
     for row in _rows(path):
         _take(found, row)

@@ -15,14 +15,15 @@ from flowcheck.errors import UserError
 from flowcheck.node.config.load import load
 from flowcheck.node.config.telemetry import Telemetry as Settings
 from flowcheck.node.status.metrics import exposition
-from flowcheck.node.telemetry.figures import Telemetry, parts_of
+from flowcheck.node.status.telemetry import Telemetry, parts_of
 from flowcheck.rebuild.iteration.measuring import Measured
 from flowcheck.rebuild.version.events import Closed, GradientsMeasured, Timed
-from lab.synth import example_job
 from updater.measure import Found
 
 from .live_scene import NAMES, Live, small_job
 from .told_scene import attached, document
+
+RUN = Path("run-7/epoch-1")
 
 
 class Scene(Live):
@@ -182,7 +183,7 @@ def test_a_nan_is_in_metrics_in_the_file_and_said_once(scene: Callable[..., Scen
     telemetry = Telemetry(Settings(directory=tmp_path), lambda *_, **__: None)
     for iteration in range(4):
         found = passes(at, nan=iteration in (1, 2))
-        telemetry.take("dp0", at.job, found.iteration + 100, found, lambda event, **of: said.append((event, of)))
+        telemetry.take("dp0", RUN, found.iteration + 100, found, lambda event, **of: said.append((event, of)))
     piece = next(one for one in at.job.bucket_layout(1)[0].slices if one.offset <= 7 < one.offset + one.length)
     element = piece.start + 7 - piece.offset
     assert said == [("not_finite", {"iteration": 101, "tensor": piece.name, "element": element, "kind": "nan",
@@ -194,7 +195,7 @@ def test_a_nan_is_in_metrics_in_the_file_and_said_once(scene: Callable[..., Scen
     assert value(text, f"flowcheck_gradient_not_finite_iteration{where}") == 102
     assert value(text, 'flowcheck_gradient_iteration{group="dp0"}') == 103
     assert value(text, 'flowcheck_telemetry_rows_total{group="dp0",result="written"}') == 4 * len(NAMES)
-    with open(tmp_path / "dp0" / at.job.run_id / f"epoch-{at.job.epoch}" / "gradients.csv") as file:
+    with open(tmp_path / "dp0" / RUN / "gradients.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 4 * len(NAMES)
     assert [(row["iteration"], row["tensor"], row["nan"], row["first_nan"]) for row in rows if row["nan"] != "0"] == [
@@ -210,7 +211,7 @@ def test_files_turn_by_size_and_the_oldest_go(scene: Callable[..., Scene], tmp_p
                     found.weights[:1] * 4000, 0.0)
     for _ in range(8):
         telemetry = Telemetry(Settings(directory=tmp_path, file_mb=1, files=3), lambda *_, **__: None)
-        telemetry.take("", at.job, 0, wide, lambda *_, **__: None)
+        telemetry.take("", RUN, 0, wide, lambda *_, **__: None)
         telemetry.close()
     files = sorted(tmp_path.rglob("*.csv"))
     assert len(files) == 3 and all(file.read_text().startswith("time,iteration,tensor,") for file in files)
@@ -224,7 +225,7 @@ def test_a_directory_that_cannot_be_written_is_said_and_rows_are_counted(
     (tmp_path / "file").write_text("")
     telemetry = Telemetry(Settings(directory=tmp_path / "file"), lambda event, **fields: said.append((event, fields)))
     for _ in range(2):
-        telemetry.take("dp0", at.job, 0, passes(at), lambda *_, **__: None)
+        telemetry.take("dp0", RUN, 0, passes(at), lambda *_, **__: None)
     telemetry.close()
     assert telemetry.document()["dp0"]["rows"] == {"written": 0, "dropped": 2 * len(NAMES)}
     assert [(event, fields["about"]) for event, fields in said] == [("problem", "telemetry")]
@@ -242,7 +243,7 @@ def test_metrics_have_no_more_series_than_the_page_says() -> None:
     telemetry = Telemetry(Settings(series=8), lambda *_, **__: None)
     names = tuple(f"block{i // 10}.sub{i}.weight" for i in range(80))
     odd = Found(4, 1.0, 1.0, 1.0, 0, 1, 1, 0, 1)
-    telemetry.take("dp0", example_job(), 3, Measured(3, names, (odd,) * 80, (odd,) * 80, 0.1), lambda *_, **__: None)
+    telemetry.take("dp0", RUN, 3, Measured(3, names, (odd,) * 80, (odd,) * 80, 0.1), lambda *_, **__: None)
     text, _ = exposition(document(attached(), telemetry=telemetry.document()), "text/plain")
     mine = [line for line in text.decode().splitlines() if line.startswith(
         ("flowcheck_gradient", "flowcheck_update_ratio", "flowcheck_unmeasured", "flowcheck_meas", "flowcheck_telem"))]

@@ -1,13 +1,13 @@
 """What passes over gradients found, of all groups of a node: figures for its metrics, rows for its files.
 
     telemetry = Telemetry(settings, say)
-    telemetry.take(group, job, number, measured, say)    a pass has ended; number: of the iteration, the trainer's
+    telemetry.take(group, run, number, measured, say)    a pass has ended; run: folder of its files below the group's
     telemetry.document()                                 by group: docs/reference/metrics.md has the units
     telemetry.close()
 
-A model has as many tensors as it likes, metrics have a bound: parts of it are told apart by the longest prefix of their
-tensors' names that gives no more than `series` parts. So a part is called the same for as long as the job runs. Figures
-of a part are those of its tensors as one vector. The file has each tensor.
+A model has as many tensors as it likes, and metrics have a bound: tensors whose names have the same prefix are one
+part of it, with the longest prefixes that give no more than `series` parts. So a part is called the same for as long as
+the job runs. Figures of a part are those of its tensors as one vector. The file has each tensor.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from flowcheck.job.model import Job
 from flowcheck.node.config.telemetry import Telemetry as Settings
-from flowcheck.node.telemetry.files import Files, Row
-from flowcheck.node.versions.runs import run_folder
+from flowcheck.node.status.telemetry_files import Files, Row
 from flowcheck.rebuild.iteration.measuring import Measured
 from updater.measure import Found
 
@@ -31,7 +30,7 @@ MOST_GROUPS = 16  # that are kept, as of status/counters.py
 
 
 def parts_of(names: Sequence[str], most: int) -> list[str]:
-    """The part of each tensor; all "" where there is no room for two."""
+    """The part of each tensor; all "" where two find no room."""
     split = [name.split(".") for name in names]
     for depth in range(max(map(len, split), default=0), 0, -1):
         parts = [".".join(one[:depth]) for one in split]
@@ -50,8 +49,8 @@ class Telemetry:
         self._groups: dict[str, dict[str, Any]] = {}
         self._parts: dict[tuple[str, ...], list[str]] = {}
 
-    def take(self, group: str, job: Job, number: int, measured: Measured, say: Callable[..., None]) -> None:
-        """say: events of the group."""
+    def take(self, group: str, run: Path, number: int, measured: Measured, say: Callable[..., None]) -> None:
+        """number: the trainer's of the iteration. say: events of the group."""
         figures = self._figures(measured, number)
         with self._lock:
             before = self._groups.pop(group, {"passes": 0, "seconds_total": 0.0, "first": None})
@@ -69,7 +68,7 @@ class Telemetry:
             now = round(self._clock(), 3)
             rows = [_row(now, number, *one) for one in zip(
                 measured.names, measured.gradients, measured.weights, strict=True)]
-            self._files.put(group, run_folder(job.run_id, job.epoch), rows)
+            self._files.put(group, run, rows)
 
     def _figures(self, measured: Measured, number: int) -> dict[str, Any]:
         parts = self._parts.get(measured.names)

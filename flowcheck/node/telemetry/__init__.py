@@ -1,1 +1,0 @@
-"""What is measured of gradients, for metrics and files (docs/use/operating.md)."""
