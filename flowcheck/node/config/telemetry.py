@@ -26,6 +26,6 @@ class Telemetry(Table):
     directory: Path | None = None
     every: Annotated[int, Field(ge=1, le=1 << 30)] = 1
     threads: Annotated[int, Field(ge=1, le=64)] = 1
-    series: Annotated[int, Field(ge=0, le=256)] = 32
+    series: Annotated[int, Field(ge=0, le=64)] = 32
     file_mb: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     files: Annotated[int, Field(ge=2, le=10_000)] = 16

@@ -94,7 +94,7 @@ class Groups:
 
     def _begun(self, name: str) -> Group[Intake]:
         group = attended(name, self._config, self._port, partial(self._hear, name), self._writer, self._hashes,
-                         self._common, self._telemetry)
+                         self._common, telemetry=self._telemetry)
         try:
             group.start()
         except RuntimeError as error:  # there is no thread to be had

@@ -52,9 +52,10 @@ LAST_SECONDS = 5.0  # that ranks may need for their last word after rank 0's
 
 def attended(
     name: str, config: NodeConfig, port: Arrivals, say: Callable[..., None], writer: Writer, hashes: Hashes | None,
-    common: Common, telemetry: Telemetry | None = None, now: Callable[[], float] = time.monotonic,
+    common: Common, now: Callable[[], float] = time.monotonic, telemetry: Telemetry | None = None,
 ) -> Group[Intake]:
-    """A group of a job with trainers. name: what they call it. say: events. common: what other groups have."""
+    """A group of a job with trainers. name: what they call it. say: events. common: what other groups have.
+    telemetry: takes what is measured of gradients."""
     say = partial(say, name=name)
     ranks, versions = Membership(), GroupVersions(config, name, say)
     publisher = Publisher(name, config.output, port, say, ranks.tell, versions, writer, hashes, common, telemetry)

@@ -27,6 +27,7 @@ from updater.measure import Found
 __all__ = ["Telemetry", "parts_of"]
 
 MOST_GROUPS = 16  # that are kept, as of status/counters.py
+LONGEST_NAME = 200  # characters of a part's: with 64 parts of 8 groups they fit the board (status/board.py)
 
 
 def parts_of(names: Sequence[str], most: int) -> list[str]:
@@ -34,7 +35,7 @@ def parts_of(names: Sequence[str], most: int) -> list[str]:
     split = [name.split(".") for name in names]
     for depth in range(max(map(len, split), default=0), 0, -1):
         parts = [".".join(one[:depth]) for one in split]
-        if len(set(parts)) <= most:
+        if len(set(parts)) <= most and max(map(len, parts)) <= LONGEST_NAME:
             return parts
     return [""] * len(names)
 
@@ -66,9 +67,8 @@ class Telemetry:
                 nan=first["nan"], infinity=first["infinity"], tensors=first["tensors"])
         if self._files is not None:
             now = round(self._clock(), 3)
-            rows = [_row(now, number, *one) for one in zip(
-                measured.names, measured.gradients, measured.weights, strict=True)]
-            self._files.put(group, run, rows)
+            found = zip(measured.names, measured.gradients, measured.weights, strict=True)
+            self._files.put(group, run, len(measured.names), (_row(now, number, *one) for one in found))
 
     def _figures(self, measured: Measured, number: int) -> dict[str, Any]:
         parts = self._parts.get(measured.names)

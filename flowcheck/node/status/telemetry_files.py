@@ -1,8 +1,8 @@
 """Telemetry on disk: CSV files, a row for each tensor of each iteration that was measured.
 
     files = Files(settings, say)
-    files.put(group, folder, rows)       on any thread; never waits: what finds no room is dropped and counted
-    files.counts()                       by group: rows that were written, rows that were dropped
+    files.put(group, folder, count, rows)       on any thread; never waits: what finds no room is dropped and counted
+    files.counts()                              by group: rows that were written, rows that were dropped
 
 They lie in DIRECTORY/GROUP/RUN/epoch-E/: `gradients.csv` is written, `gradients-000001.csv` and so on are full, the
 oldest of these are removed. Each begins with the names of the columns. A row is written whole or not at all, but for a
@@ -16,7 +16,7 @@ import io
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from flowcheck.durable import make_directory, private, reporting
@@ -41,19 +41,19 @@ class Files:
         self._directory, self._most, self._kept = settings.directory, settings.file_mb << 20, settings.files
         self._say = say
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[str, Path, Sequence[Row]]] = deque()
+        self._waiting: deque[tuple[str, Path, int, Iterable[Row]]] = deque()
         self._counts: dict[str, dict[str, int]] = {}
         self._closed = self._broken = False
         self._thread = threading.Thread(target=self._main, name="flowcheck telemetry", daemon=True)
         self._thread.start()
 
-    def put(self, group: str, folder: Path, rows: Sequence[Row]) -> None:
-        """folder: of the run, below the group's."""
+    def put(self, group: str, folder: Path, count: int, rows: Iterable[Row]) -> None:
+        """folder: of the run, below the group's. rows: so many; they are made when they are written."""
         with self._changed:
             if self._closed or len(self._waiting) >= MOST:
-                self._count(group, "dropped", len(rows))
+                self._count(group, "dropped", count)
                 return
-            self._waiting.append((group, self._directory / group / folder / "gradients.csv", rows))
+            self._waiting.append((group, self._directory / group / folder / "gradients.csv", count, rows))
             self._changed.notify()
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -69,7 +69,7 @@ class Files:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                group, path, rows = self._waiting[0]  # it has its place until it is written
+                group, path, count, rows = self._waiting[0]  # it has its place until it is written
             why = ""
             try:
                 self._write(path, rows)
@@ -77,14 +77,14 @@ class Files:
                 why = error.message()
             with self._changed:
                 self._waiting.popleft()
-                self._count(group, "dropped" if why else "written", len(rows))
+                self._count(group, "dropped" if why else "written", count)
             if why and not self._broken:
                 self._say("problem", why=why, about="telemetry")
             elif self._broken and not why:
                 self._say("solved", about="telemetry")
             self._broken = bool(why)
 
-    def _write(self, path: Path, rows: Sequence[Row]) -> None:
+    def _write(self, path: Path, rows: Iterable[Row]) -> None:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         with reporting(path, "free space on that file system, or another telemetry.directory"):

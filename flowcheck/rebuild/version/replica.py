@@ -359,8 +359,8 @@ class JobReplica:
 
     def last_step(self) -> LastStep | None:
         """The version before the current one, and that; None: the version before is not here."""
-        assert self._replica is not None
-        return LastStep.of(self._replica.slots, self._replica.current.step)
+        replica = self._replica
+        return LastStep.of(replica.slots, replica.current.step) if replica is not None and self.serves else None
 
     @property
     def building(self) -> bool:

@@ -246,6 +246,7 @@ def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
     assert session.sources == at.rings and session.clock.first == 5
     assert isinstance(session.options.pop("resync"), Resync) and session.options.pop("patched") is False
     assert session.options.pop("peers") is None and session.options.pop("catching") is None
+    assert session.options.pop("telemetry") is None
     assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5, "port": at.port, "job_start": "",
                                    "matches": 0}
     assert at.said == [

@@ -239,6 +239,10 @@ def test_parts_are_the_longest_prefixes_that_have_room(most: int, expected: list
     assert parts_of(["a.0.w", "a.0.b", "a.1.w", "b.w"], most) == expected
 
 
+def test_parts_have_no_names_that_the_board_cannot_hold() -> None:
+    assert parts_of([f"a.{'x' * 500}", "b.w"], 8) == ["a", "b"]
+
+
 def test_metrics_have_no_more_series_than_the_page_says() -> None:
     telemetry = Telemetry(Settings(series=8), lambda *_, **__: None)
     names = tuple(f"block{i // 10}.sub{i}.weight" for i in range(80))

@@ -26,6 +26,7 @@ def test_slack_is_from_the_version_to_the_next_iteration() -> None:
     ({"applied": None, "published": None}, "update"), ({"published": None}, "checksums"),
     ({"covered": 200, "record": 200, "applied": 200, "published": 200}, "placing"),  # nothing took any time
     ({"last": None, "covered": 1, "record": 2, "applied": 3, "published": 4}, "placing"),  # of like ones the first
+    ({"measured": 290, "covered": 291, "record": 250}, "telemetry"), ({"measured": 150}, "update"),
     ({"covered": 199, "record": 202, "applied": 203, "published": 204}, "record"),
 ])
 def test_what_took_longest_or_is_waited_for(changed: dict[str, int | None], stage: str) -> None:
