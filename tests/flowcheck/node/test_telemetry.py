@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,25 @@ def test_a_directory_that_cannot_be_written_is_said_and_rows_are_counted(
     telemetry.close()
     assert telemetry.document()["dp0"]["rows"] == {"written": 0, "dropped": 2 * len(NAMES)}
     assert [(event, fields["about"]) for event, fields in said] == [("problem", "telemetry")]
+
+
+def test_a_disk_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
+    """A pipe that nobody reads stands for the file: opening it does not return."""
+    path = tmp_path / "dp0" / RUN / "gradients.csv"
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    telemetry = Telemetry(Settings(directory=tmp_path), lambda *_, **__: None)
+    one = Found(4, 1.0, 1.0, 1.0, 0, 0, 0, -1, -1)
+    for iteration in range(12):
+        telemetry.take("dp0", RUN, iteration, Measured(iteration, ("a", "b"), (one,) * 2, (one,) * 2, 0.1),
+                       lambda *_, **__: None)
+    assert telemetry.document()["dp0"]["rows"] == {"written": 0, "dropped": 4 * 2}
+    reader = os.open(path, os.O_RDWR)  # it answers again
+    telemetry.close()
+    rows = os.read(reader, 1 << 16).decode().splitlines()
+    os.close(reader)
+    assert [row.split(",")[1] for row in rows] == [str(iteration) for iteration in range(8) for _ in "ab"]
+    assert telemetry.document()["dp0"]["rows"] == {"written": 8 * 2, "dropped": 4 * 2}
 
 
 @pytest.mark.parametrize(("most", "expected"), [
