@@ -84,7 +84,10 @@ class World:
 
         return Capture()
 
-    def group(self, name: str, config: Any, port: Any, say: Any, writer: Any, hashes: Any, common: Any) -> Any:
+    def group(
+        self, name: str, config: Any, port: Any, say: Any, writer: Any, hashes: Any, common: Any, *, telemetry: Any
+    ) -> Any:
+        assert telemetry is None, "nothing of it is there without the setting"
         self.groups.append(NotedGroup(self, name, config, port, say, writer, hashes))
         self.groups[-1].common = common
         return self.groups[-1]
