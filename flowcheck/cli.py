@@ -231,6 +231,23 @@ def fetch(
     typer.echo(repr(taken))
 
 
+@app.command()
+def rewind(
+    nodes: Annotated[str, typer.Argument(help="HOST:PORT of a node's api.listen; several with commas.")],
+    token_file: Annotated[Path, typer.Option("--token-file", help="Its first line is the nodes' token.")],
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Only this run. Default: all.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=3600, help="A node may be silent so long.")] = 30,
+    ca: Annotated[
+        str, typer.Option("--ca", envvar="FLOWCHECK_CA", help='Ask over TLS: a PEM file of authorities, or "system".')
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for machines (docs/use/rewind.md).")] = False,
+) -> None:
+    """Say which steps checkpoint nodes have, or can make again of their journals; fetch --step takes any of them."""
+    from flowcheck.node.versions.journal.rewind import run
+
+    raise typer.Exit(run(nodes, _token(token_file), run_id, ca, seconds, as_json))
+
+
 def _add_instruments() -> None:
     """The lab's commands; where the package is not installed, commands of those names that say how to get it."""
     try:

@@ -104,9 +104,9 @@ class NodeClient:
         """Let the connection go; may be called twice."""
         self.connection.close()
 
-    def offers(self) -> list[Offer]:
-        """All that the node has now. Raises AskError."""
-        said = self.connection.json("/v1/versions")
+    def offers(self, step: int | None = None) -> list[Offer]:
+        """All that the node has now, and what it can make of a step. Raises AskError."""
+        said = self.connection.json("/v1/versions" if step is None else f"/v1/versions?step={step}")
         listed = said.get("versions") if isinstance(said, dict) else None
         if not isinstance(listed, list):
             raise AskError("does not list versions", where=self.name)
@@ -153,7 +153,7 @@ class NodeClient:
             try:
                 return self.connection.json(path)
             except UnhashedError as error:
-                progress.take(error.hashed)
+                progress.take(error.hashed, error.making)
             time.sleep(AGAIN_SECONDS)
 
     def tensors(

@@ -11,12 +11,12 @@ from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.start import Key, line_of
 from flowcheck.job.version_status import VersionStatus
 
-__all__ = ["COPY", "DISK", "MEMORY", "MOST_EPOCHS", "OWN", "PARITY", "STORE", "TIERS", "Offer", "spans"]
+__all__ = ["COPY", "DISK", "JOURNAL", "MEMORY", "MOST_EPOCHS", "OWN", "PARITY", "STORE", "TIERS", "Offer", "spans"]
 
-MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
+MEMORY, COPY, DISK, PARITY, JOURNAL, STORE = "memory", "copy", "disk", "parity", "journal", "store"
 # Of a node, the nearest first. A copy is of another node's version, in memory; from parity a version is made when it is
-# asked for.
-TIERS = (MEMORY, COPY, DISK, PARITY, STORE)
+# asked for, and so are steps of a journal that are none of its bases.
+TIERS = (MEMORY, COPY, DISK, PARITY, JOURNAL, STORE)
 OWN = "own"  # `statuses` of /v1/versions: what is said of a version is of that version alone
 MOST_AGE = 1e12
 MOST_EPOCHS = 1 << 31

@@ -12,6 +12,7 @@ __all__ = ["BusyError", "FullError", "GoneError", "HashingProgress", "UnhashedEr
 
 TOKEN = "the token that these nodes have: token= or FLOWCHECK_TOKEN_FILE, --token-file of a command"
 HASH_SECONDS = 1800.0  # that hashing may take, whatever a node says of it
+MAKE_SECONDS = 300.0  # that a step may be made without a word of how far it is: a process begins, and reads its base
 
 
 class GoneError(AskError):
@@ -27,11 +28,11 @@ class FullError(AskError):
 
 
 class UnhashedError(AskError):
-    """Its manifest is not made yet. hashed: bytes, as the node says it."""
+    """Its manifest is not made yet. hashed: bytes, as the node says it. making: the version itself is being made."""
 
-    def __init__(self, what: str, hashed: int, where: str) -> None:
+    def __init__(self, what: str, hashed: int, where: str, making: bool = False) -> None:
         super().__init__(what, where=where)
-        self.hashed = hashed
+        self.hashed, self.making = hashed, making
 
 
 def refusal(response: http.client.HTTPResponse, where: str, proven: bool = False) -> AskError:
@@ -53,7 +54,9 @@ def refusal(response: http.client.HTTPResponse, where: str, proven: bool = False
     if not isinstance(told, dict) or told.get("full") is True:  # of no one thing that was asked for
         return FullError("refused: it serves as many as it can at once", where=where)
     hashed = told.get("hashed")
-    return UnhashedError(why, hashed, where) if type(hashed) is int else BusyError(why, where=where)
+    if type(hashed) is not int:
+        return BusyError(why, where=where)
+    return UnhashedError(why, hashed, where, told.get("making") is True)
 
 
 class HashingProgress:
@@ -66,15 +69,17 @@ class HashingProgress:
         self._began = self._grew = self._last = time.monotonic()
         self._left = 2 * seconds
 
-    def take(self, hashed: int) -> None:
-        """Raises AskError: it is not worth waiting for."""
+    def take(self, hashed: int, making: bool = False) -> None:
+        """making: the node makes the version, as fast as it can. Raises AskError: it is not worth waiting for."""
         now = time.monotonic()
         grown = max(0, min(hashed, self._nbytes) - self._hashed)
         self._hashed += grown
         self._left = min(2 * self._seconds, self._left - (now - self._last) + grown / RATE)
         self._grew, self._last = now if grown else self._grew, now
         so_far = f"{self._hashed} of {self._nbytes} bytes so far"
-        if now - self._grew > self._seconds:
+        if making:
+            self._left = 2 * self._seconds
+        if now - self._grew > (MAKE_SECONDS if making else self._seconds):
             raise AskError(f"has hashed no more of it for {self._seconds:g} s: {so_far}", where=self._where)
         if self._left <= 0 or now - self._began > HASH_SECONDS:
             raise AskError(f"hashes it too slowly: {so_far}", where=self._where)

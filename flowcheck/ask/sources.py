@@ -130,13 +130,16 @@ def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
     return out
 
 
-def look(nodes: Sequence[NodeClient], run_id: str | None, shard: str | None) -> Found:
-    """Ask every node what it has. run_id, shard: None takes the only one that there is.
+def look(
+    nodes: Sequence[NodeClient], run_id: str | None, shard: str | None, step: int | None = None
+) -> Found:
+    """Ask every node what it has. run_id, shard: None takes the only one that there is. step: that is wanted, which a
+    node may have to make first.
 
     Raises UserError where several runs or shards are there and it was not said which; and where there is one that has a
     name, as shards of jobs with several have, while a node that may have another does not answer.
     """
-    answers = offers_of(nodes, BUSY_SECONDS)
+    answers = offers_of(nodes, BUSY_SECONDS, step)
     for node, answer in zip(nodes, answers, strict=True):
         for offer in answer if not isinstance(answer, str) else ():
             if offer.id in node.gone:  # it is listed still: it has not made room, it cannot be read
@@ -179,17 +182,17 @@ def _named(name: str, offered: list[tuple[NodeClient, Offer]]) -> str:
     return ", ".join(sorted({repr(getattr(offer, name)) for _, offer in offered}))
 
 
-def offers_of(nodes: Sequence[NodeClient], full: float = 0.0) -> list[list[Offer] | str]:
+def offers_of(nodes: Sequence[NodeClient], full: float = 0.0, step: int | None = None) -> list[list[Offer] | str]:
     """What each of them has, or why it does not say; all are asked at once. full: seconds that one may have no
-    connection left: all ranks of a job ask at the same time."""
+    connection left: all ranks of a job ask at the same time. step: as of `look`."""
     with ThreadPoolExecutor(len(nodes), "flowcheck look") as pool:
-        return list(pool.map(partial(_offers, full=full), nodes))
+        return list(pool.map(partial(_offers, full=full, step=step), nodes))
 
 
-def _offers(node: NodeClient, full: float) -> list[Offer] | str:
+def _offers(node: NodeClient, full: float, step: int | None) -> list[Offer] | str:
     node.misasked = ""
     try:
-        return _when_free(node, node.offers, 0.0, full)
+        return _when_free(node, node.offers if step is None else partial(node.offers, step), 0.0, full)
     except AskError as error:
         node.misasked = error.remedy
         return f"{node.name}: {error.what}"
@@ -331,7 +334,7 @@ def take(
     bad: list[Key] = []
     stood: set[Key] = set()
     for _ in range(MOST_ROUNDS):
-        found = look(nodes, run_id, shard)  # anew each time: what was there may have made room for newer versions
+        found = look(nodes, run_id, shard, step)  # anew each time: what was there may have made room for newer versions
         run_id, shard = found.chosen(run_id, shard)
         key = choose([found.versions], step=step, bad=bad, stood=stood)
         if key is None:

@@ -108,6 +108,7 @@ class RingFiles:
 
     def _prepare(self) -> None:
         with reporting(self.directory, ROOM):
+            self._check_room(self.geometry.files, os.statvfs(self.directory).f_blocks)  # before they are counted out
             for path in self.directory.glob(".ring-*.partial"):
                 path.unlink()
             wanted = {file_name(index): index for index in range(self.geometry.files)}
@@ -118,6 +119,7 @@ class RingFiles:
                     path.unlink()
             missing = {self.directory / name: index for name, index in wanted.items()
                        if not (self.directory / name).exists()}
+            self._check_room(len(missing), os.statvfs(self.directory).f_bavail)  # before it is taken from others
             try:
                 for path, index in missing.items():
                     self._make(path, index)
@@ -126,6 +128,12 @@ class RingFiles:
                     path.unlink(missing_ok=True)
                 raise
             fsync_directory(self.directory)
+
+    def _check_room(self, files: int, blocks: int) -> None:
+        """Raises OSError: so many blocks do not hold so many files. hugetlbfs may not say how many it has."""
+        room = os.statvfs(self.directory)
+        if room.f_blocks and files * aligned(self.geometry.used, self.page) > blocks * room.f_frsize:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _unfit(self, path: Path, index: int | None) -> str:
         """Why a file is replaced; "": it is kept. Raises UserError: it is not ours."""

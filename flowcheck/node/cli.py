@@ -60,6 +60,12 @@ def run(
     check_only: Annotated[
         bool, typer.Option("--check", help="Print memory, cores and the pauses that rings bear; start nothing.")
     ] = False,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="With --check: a job's manifest, for the figures of [journal].")
+    ] = None,
+    step_seconds: Annotated[
+        float, typer.Option("--step-seconds", min=1e-3, max=86400, help="With --check: how long a step of it takes.")
+    ] = 1.0,
     keep_hashes: Annotated[
         Path | None, typer.Option("--keep-hashes", help="Append the SHA-256 of every version's tensors here.")
     ] = None,
@@ -75,13 +81,13 @@ def run(
             update={"output": settings.output.model_copy(update={"keep_hashes": keep_hashes})}
         )
     try:
-        _begin(settings, as_json, check_only)
+        _begin(settings, as_json, check_only, job, step_seconds)
     except KeyboardInterrupt:
         print("flowcheck-node: interrupted before it was listening; nothing is left behind", file=sys.stderr)
         raise typer.Exit(130) from None
 
 
-def _begin(settings: NodeConfig, as_json: bool, check_only: bool) -> None:
+def _begin(settings: NodeConfig, as_json: bool, check_only: bool, job: Path | None, step_seconds: float) -> None:
     if not settings.capture:
         from flowcheck.node import holder
 
@@ -97,7 +103,7 @@ def _begin(settings: NodeConfig, as_json: bool, check_only: bool) -> None:
 
     if check_only:
         with dpdk_errors():
-            check.check(settings, as_json)
+            check.check(settings, as_json, job, step_seconds)
     else:
         _serve(dpdk_errors(), partial(service.Node, settings), settings, as_json)
 

@@ -10,18 +10,22 @@ blocks share could not say which of them is there.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
 from flowcheck.job.model import Collective, Job, carries, dtype_size
 from parser.chunk_layout import Protocol, Topology
 from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
 from parser.nccl import Nccl, WireError, of
 from parser.wire import CallPlan, Lane, edge_lane, plan_call
 
-__all__ = ["BucketPlace", "JobPlan", "ParameterPlace", "plan_job"]
+__all__ = ["BucketPlace", "JobPlan", "ParameterPlace", "digest_of", "plan_job"]
 
 ALIGN = 64
 FASTEST_PORT = 800e9  # bits per second: how soon 2^23 packets could have passed unseen
@@ -312,3 +316,10 @@ def _flows(job: Job) -> list[FlowSpec]:
         out += [FlowSpec(*ends[q], qpn, edge, q, True) for q, qpn in enumerate(flow.qpns)]
         out += [FlowSpec(*ends[q][::-1], qpn, edge, q, False) for q, qpn in enumerate(flow.cts_qpns)]
     return out
+
+
+def digest_of(body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> str:
+    """64 hexadecimal digits: the same at two nodes if, and only if, they follow the same job in the same way."""
+    places = [[vars(place) for place in plan.iteration_places(iteration)] for iteration in (0, 1)]
+    said = [list(run), clock.first, dict(body), places, plan.engine.gradient_bytes]
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

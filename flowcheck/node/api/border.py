@@ -32,7 +32,7 @@ class StorePlace(Line):
 
 class ApiSettings(Settings):
     """keys: by key, the roles that show it. tls: certificate and its key. node: its name. replicas, checkpoints,
-    copies: where versions lie; copies None: there are none. reserved: slots that others read. follows: jobs. shadow:
+    copies, journals: where versions lie; None: there are none. reserved: slots that others read. follows: jobs. shadow:
     checksums that must have matched. shown: the key that it proves to others. names: that others may call it. limits:
     of connections. socket, board: descriptors; board -1: without one."""
 
@@ -45,6 +45,7 @@ class ApiSettings(Settings):
     follows: bool
     shadow: int
     copies: Path | None
+    journals: Path | None
     store: StorePlace | None
     parity: Parity | None
     shown: str

@@ -9,6 +9,7 @@ from typing import Any
 from flowcheck import __version__
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
 from flowcheck.control.version import MODEL, OPTIMIZER
+from flowcheck.node.api.guard import REWIND
 
 __all__ = ["describe"]
 
@@ -39,16 +40,37 @@ _MORE = {
     "diverged": _DIVERGED,
 }
 _ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcdps][0-9a-f]{31}$"}}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcdpjs][0-9a-f]{31}$"}}
 _PIECE = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^r[0-9a-f]{31}$"}}
 _RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
 _RELEASE = {"name": "release", "in": "query", "schema": {"type": "string"},
             "description": "Nothing else of it is wanted: if it was pinned for this alone, it is let go again."}
+_STEP = {"name": "step", "in": "query", "schema": {"type": "integer", "minimum": 0},
+         "description": "Also what can be made of this step: it is made when its manifest is asked for."}
 _RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
 _USER = {
     "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
     "description": "Whose own states it has: first and last rank of each row of them.",
 }
+_SPAN = {"type": "object", "required": ["first", "last", "kind", "bytes", "seconds"], "properties": {
+    "first": {"type": "integer"}, "last": {"type": "integer"},
+    "kind": {"enum": ["base", "makeable"], "description": "A base is there; others are made when they are asked for."},
+    "bytes": {"type": "integer", "description": "Of one of these versions."},
+    "seconds": {"type": "number", "description": "That making the last of them takes, about."},
+}}
+_JOURNALS = {"journals": {"type": "array", "items": {
+    "type": "object",
+    "required": ["run_id", "epoch", "shard", "steps", "holes", "entries", "entry_bytes"],
+    "properties": {
+        "run_id": {"type": "string"}, "epoch": {"type": "integer"}, "shard": {"type": "string"},
+        "steps": {"type": "array", "items": _SPAN},
+        "holes": {"type": "array", "description": "First and last iteration of each stretch that is missing between"
+                                                  " others; an event `hole` says why.",
+                  "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}},
+        "entries": {"type": "integer", "description": "Iterations that are there."},
+        "entry_bytes": {"type": "integer", "description": "Of the largest one."},
+    },
+}}}
 _AGE = {
     "age_steps": {"type": ["integer", "null"], "description": "Steps that the trainers are known to have made since."},
     "age_seconds": {"type": ["number", "null"], "description": "Since it was published."},
@@ -61,6 +83,7 @@ _UNHASHED = {"type": "object", "required": ["why"], "properties": {
     "why": {"type": "string"},
     "hashed": {"type": "integer", "description": "Bytes of its tensors so far, where that is why."},
     "of": {"type": "integer"},
+    "making": {"type": "boolean", "description": "The version itself is being made, of a journal."},
 }}
 _BYTES = {"type": "string", "format": "binary"}
 REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
@@ -79,8 +102,12 @@ def describe(open_path: str) -> dict[str, Any]:
             open_path: _get("Does this process answer?", {"200": _answer("It does.", {"type": "object"})},
                             guarded=False),
             "/openapi.json": _get("This description.", {"200": _answer("OpenAPI 3.1.", {"type": "object"})}),
-            "/v1/status": _get("The newest version of each run, shard and tier.",
-                               {"200": _answer("What is newest.", _list("newest"))}),
+            "/v1/status": _get("The newest version of each run, shard and tier, and which steps journals have.",
+                               {"200": _answer("What is newest.", _list("newest", _JOURNALS))}),
+            REWIND: _get("Which steps the journals of this node have, or can make again.", {
+                "200": _answer("By run and group.", {
+                    "type": "object", "required": [*_JOURNALS], "properties": dict(_JOURNALS)}),
+            }),
             **_versions(), **_pieces(), **_node(),
         },
         "components": {
@@ -122,12 +149,13 @@ def _versions() -> dict[str, Any]:
     file = _file()
     return {
         "/v1/versions": _get("Every version that can be had at this moment, of the run and line that live first.",
-                             {"200": _answer("What there is.", _list("versions", _MORE))}),
+                             {"200": _answer("What there is.", _list("versions", _MORE))}, [_STEP]),
         "/v1/versions/{id}/manifest.json": _get(
             "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
             {
                 "200": _answer("The manifest: docs/reference/checkpoint.md.", {"type": "object"}), **_lost(),
-                "503": _answer("A version in memory is hashed when its manifest is first asked for, and that is"
+                "503": _answer("A version in memory is hashed when its manifest is first asked for, and a step of a"
+                               " journal is made then, and that is"
                                " under way: ask again after Retry-After, `hashed` grows. Or, without `hashed`, as"
                                " many versions of the replica are being read as may be.", _UNHASHED),
             },

@@ -22,9 +22,10 @@ from flowcheck.node.api.node_routes import PAGE, PATHS
 from flowcheck.node.doors.http_door import Visitor
 from flowcheck.node.tokens import HTTP_ROLES, PEER, peers_of
 
-__all__ = ["OPEN", "VERSIONS", "Guard", "Keys", "current", "may"]
+__all__ = ["OPEN", "REWIND", "VERSIONS", "Guard", "Keys", "current", "may"]
 
 VERSIONS = "/v1/versions"
+REWIND = "/v1/rewind"
 Keys = Mapping[str, Collection[str]]
 OPEN = "/healthz"  # the one path that needs no key
 ALWAYS = (OPEN, "/metrics")  # answered however many readers there are
@@ -45,7 +46,7 @@ def may(path: str) -> Collection[str]:
         return ("reader", PEER)
     if path in PATHS:
         return ("reader", "operator")
-    return HTTP_ROLES if path in ("/v1/status", "/openapi.json") else ("operator",)
+    return HTTP_ROLES if path in ("/v1/status", REWIND, "/openapi.json") else ("operator",)
 
 
 class Guard:

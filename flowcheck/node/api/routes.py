@@ -5,13 +5,18 @@ nothing but /healthz, and with one what its role may have (guard.py).
     GET /openapi.json                              this, described
     GET /v1/status                                 newest version of each run, shard and tier; also of those that are
                                                    not offered yet, and why (versions/shadow.py)
-    GET /v1/versions                               every version that can be had at this moment, and those others
+    GET /v1/versions                               every version that can be had at this moment, and those others; with
+                                                   `?step=S` also of that step, if it can be made of a journal
+    GET /v1/rewind                                 which steps journals have or can make
     GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on, but with
                                                    `?release`, where nobody reads it besides; 503 with how far it
-                                                   is: its hashes are not there yet, and whoever wants it asks again
+                                                   is: its hashes are not there yet, or the step itself is being
+                                                   made, and whoever wants it asks again
     GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
     GET /v1/versions/{id}/optimizer.safetensors
-    GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
+    GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole; of a log
+                                                   with `?step=`
+    GET /v1/versions/{id}/log.bin                  of a log: base and entries (flowcheck/ask/logs.py)
     GET /v1/pieces                                 for other members of a group with parity: what this node has itself,
     GET /v1/pieces/{id}/stream.bin                 versions in memory, copies, on disk; streams of parity
     GET /, /metrics, /v1/node                      how the node itself is: node_routes.py
@@ -39,7 +44,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from flowcheck import __version__
-from flowcheck.ask.offer import COPY, DISK, MEMORY, PARITY, Offer
+from flowcheck.ask.logs import FILE as LOG_FILE
+from flowcheck.ask.offer import COPY, DISK, JOURNAL, LATER, LOG, MEMORY, PARITY, Offer
 from flowcheck.ask.offer import OWN as OF_ITS_OWN
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
 from flowcheck.control.messages import MOST_RANKS
@@ -49,7 +55,7 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.allocator import give_back
 from flowcheck.node.api.description import describe
-from flowcheck.node.api.guard import OPEN, VERSIONS, Guard, Keys, current
+from flowcheck.node.api.guard import OPEN, REWIND, VERSIONS, Guard, Keys, current
 from flowcheck.node.api.node_routes import NodeRoutes
 from flowcheck.node.api.sending import FromMemory
 from flowcheck.node.protect.parity_shelf import ROW, StreamShelf
@@ -58,6 +64,8 @@ from flowcheck.node.tokens import peers_of
 from flowcheck.node.versions.divergences import Notices
 from flowcheck.node.versions.held import Gone, Held, Holding
 from flowcheck.node.versions.holdings import Pressed, Shelf, Withheld
+from flowcheck.node.versions.journal.log_shelf import LogHeld
+from flowcheck.node.versions.journal.shelf import JournalShelf
 
 __all__ = ["make_app"]
 
@@ -98,9 +106,11 @@ class _Api:
                 Route("/openapi.json", self._described),
                 Route("/v1/status", self._status),
                 Route(VERSIONS, self._versions),
+                Route(REWIND, self._rewind),
                 Route(f"{versions}/manifest.json", self._manifest),
                 Route(f"{versions}/{MODEL}", self._file),
                 Route(f"{versions}/{OPTIMIZER}", self._file),
+                Route(f"{versions}/{LOG_FILE}", self._file),
                 Route(f"{versions}/user/{{rank}}", self._user),
                 Route(PIECES, self._pieces),
                 Route(f"{PIECES}/{{id}}/{STREAM}", self._file),
@@ -157,13 +167,27 @@ class _Api:
 
     async def _status(self, request: Request) -> Response:
         offers, withheld, absent = await self._look()
-        return JSONResponse({"newest": _newest(offers), "withheld": _newest(withheld), "absent": absent})
+        return JSONResponse({"newest": _newest(offers), "withheld": _newest(withheld), "absent": absent,
+                             **await self._ranges()})
+
+    async def _rewind(self, request: Request) -> Response:
+        return JSONResponse(await self._ranges())
+
+    async def _ranges(self) -> dict[str, Any]:
+        """Of journals: none is waited for for long."""
+        if not isinstance(shelf := self._shelves.get(JOURNAL), JournalShelf):
+            return {"journals": []}
+        asked = asyncio.ensure_future(self._on(JOURNAL, shelf.ranges))
+        await asyncio.wait([asked], timeout=LOOK_SECONDS)
+        return {"journals": asked.result() if asked.done() else []}
 
     async def _versions(self, request: Request) -> Response:
-        offers, withheld, absent = await self._look()
+        step = request.query_params.get("step", "")
+        offers, withheld, absent = await self._look(step=int(step) if re.fullmatch("[0-9]{1,15}", step) else None)
         diverged = [asdict(one) for one in self._notices.all] if self._notices is not None else []
         return JSONResponse({
-            "versions": offers, "withheld": withheld, "absent": absent, "statuses": OF_ITS_OWN, "diverged": diverged,
+            "versions": [one for one in offers if one["tier"] not in LATER], "withheld": withheld, "absent": absent,
+            "statuses": OF_ITS_OWN, "diverged": diverged, "later": [one for one in offers if one["tier"] in LATER],
         })
 
     async def _pieces(self, request: Request) -> Response:
@@ -171,9 +195,11 @@ class _Api:
         streams = await self._on(ROW, self._streams.streams) if self._streams is not None else []
         return JSONResponse({"versions": offers, "streams": streams, "absent": absent})
 
-    async def _look(self, tiers: Sequence[str] | None = None) -> tuple[list[Said], list[Said], list[str]]:
+    async def _look(
+        self, tiers: Sequence[str] | None = None, step: int | None = None
+    ) -> tuple[list[Said], list[Said], list[str]]:
         """What can be had, the run and line that live first, of them the newest; what is there and is not offered;
-        tiers that did not say so in time."""
+        tiers that did not say so in time. step: also what can be made of this one."""
         shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
         asked = {tier: self._looked(tier, shelf) for tier, shelf in shelves.items()}
         if asked:
@@ -181,7 +207,8 @@ class _Api:
         absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
         peers = self._peers()
         offers = [replace(self._shelves[tier].judged(one.offer), attached=_attached(one, peers))
-                  for tier, task in asked.items() if tier not in absent for one in task.result()]
+                  for tier, task in asked.items() if tier not in absent
+                  for one in (*task.result(), *(await self._makeable(tier, step)))]
         order, rank = list(asked), ranks((offer.run_id, offer.key) for offer in offers)
         offers.sort(key=lambda offer: order.index(offer.tier))
         offers.sort(key=lambda offer: rank(offer.run_id, offer.key), reverse=True)
@@ -189,6 +216,13 @@ class _Api:
                 for offer in offers]
         return ([asdict(offer) for offer, why in whys if not why],
                 [asdict(offer) | {"why": why} for offer, why in whys if why], absent)
+
+    async def _makeable(self, tier: str, step: int | None) -> list[Holding]:
+        shelf = self._shelves[tier]
+        if step is None or not isinstance(shelf, JournalShelf):
+            return []
+        found: list[Holding] = await self._on(tier, shelf.makeable, step)
+        return found
 
     def _looked(self, tier: str, shelf: Shelf) -> asyncio.Future[list[Holding]]:
         """What it says now. One that does not answer is asked no more until it has: questions would pile up."""
@@ -213,12 +247,14 @@ class _Api:
             await self._on(tier, self._shelves[tier].release, held)
         if there:
             return Response(coming.result(), media_type="application/json")
-        why = f"its tensors are being hashed: {hashed} of {total} bytes so far"
-        return JSONResponse({"why": why, "hashed": hashed, "of": total}, 503, {"Retry-After": "1"})
+        return JSONResponse({"why": held.under_way, "hashed": hashed, "of": total, "making": held.making}, 503,
+                            {"Retry-After": "1"})
 
     async def _file(self, request: Request) -> Response:
         tier, held = await self._held(request)
         file = request.scope["path"].rpartition("/")[2]
+        if file == LOG_FILE and held.offer.tier != LOG:
+            raise Gone("is no log", where=held.offer.id)
         size = await self._on(tier, held.size, file)
         span = span_of(request.headers.get("range"), size)
         if span is None:
@@ -238,7 +274,14 @@ class _Api:
         named = request.path_params["rank"]
         if not re.fullmatch("[0-9]{1,9}", named):
             raise Gone("is no rank", where=named[:64])
-        data = await self._on(tier, held.user, min(int(named), MOST_RANKS))
+        rank = min(int(named), MOST_RANKS)
+        if isinstance(held, LogHeld):
+            step = request.query_params.get("step", "")
+            if not re.fullmatch("[0-9]{1,18}", step):
+                raise Gone("is no step of this log", where=step[:64])
+            data = await self._on(tier, held.user_of, int(step), rank)
+        else:
+            data = await self._on(tier, held.user, rank)
         return Response(data, media_type="application/octet-stream")
 
     async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[list[memoryview]]:
@@ -265,7 +308,7 @@ class _Api:
 
 def _attached(one: Holding, peers: Sequence[bytes]) -> bool:
     """Does a node that knows the nodes' token vouch for its run and epoch? What is in memory here has come here."""
-    return one.offer.tier == MEMORY or any(hmac.compare_digest(
+    return one.offer.tier in (MEMORY, LOG) or any(hmac.compare_digest(
         one.attached.encode(), voucher(key, one.offer.run_id, one.offer.epoch).encode()) for key in peers)
 
 

@@ -47,7 +47,8 @@ class Serving:
             tls=(config.tls.cert, config.tls.key) if config.tls is not None else None,
             checkpoints=config.output.directory, cores=tuple(sorted(os.sched_getaffinity(0) - config.pinned)),
             reserved=int(store is not None), follows=bool(config.capture), shadow=config.api.shadow,
-            copies=config.copies, store=StorePlace(url=store.url, options=store.options) if store is not None else None,
+            copies=config.copies, journals=config.journals,
+            store=StorePlace(url=store.url, options=store.options) if store is not None else None,
             parity=_parity(config), names=_names(config), socket=descriptor, board=board,
             limits=Limits(config.api.connections, config.api.strangers, config.api.strangers_per_address),
         ), say, [descriptor] if board < 0 else [descriptor, board])

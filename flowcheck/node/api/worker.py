@@ -25,7 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowcheck.ask.client import NodeClient
-from flowcheck.ask.offer import COPY, DISK, MEMORY, PARITY, STORE
+from flowcheck.ask.offer import COPY, DISK, JOURNAL, MEMORY, PARITY, STORE
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.control.proof import Proven
 from flowcheck.control.tls import client_context, server_context
@@ -42,6 +42,7 @@ from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.tokens import vouched
 from flowcheck.node.versions.divergences import Notices
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf, Shelf
+from flowcheck.node.versions.journal.shelf import JournalShelf
 
 __all__ = ["main", "serve", "server_of"]
 
@@ -225,6 +226,8 @@ def _shelves(said: ApiSettings, settings: _Settings) -> tuple[dict[str, Shelf], 
             NodeClient(address, Proven(settings.shown), OTHERS_SECONDS, tls) for address in placed()
         ], parity.most, needs=needs)
         streams = StreamShelf(parity.directory)
+    if said.journals is not None:
+        shelves[JOURNAL] = JournalShelf(said.journals, said.cores, needs=needs)
     if (store := said.store) is not None:
         shelves[STORE] = StoreShelf(store.url, lambda: open_store(store.url, store.options), needs=needs)
     return shelves, streams

@@ -22,6 +22,7 @@ from dataplane.pydpdk.eal import available_bytes, free_huge_pages
 from flowcheck.control.protocol import PEER_BYTES
 from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.node.check.journal_figures import JournalFigures
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.config.nodes import meant_by
 from flowcheck.node.doors.files import OTHERS, most_descriptors
@@ -89,7 +90,7 @@ class Budget:
     HOST:PORT of the machines that it means. inboxes: of what trainers have sent and groups have not handled, at most,
     but for one state
     of a whole job. ordinary: bytes of ordinary memory that captures and these take. left: CPUs that no thread
-    is pinned to. notes: what is unwise. problems: what cannot be."""
+    is pinned to. notes: what is unwise. problems: what cannot be. journal: if one is kept."""
 
     huge: bool
     captures: tuple[CaptureFigures, ...]
@@ -107,6 +108,7 @@ class Budget:
     left: tuple[int, ...]
     notes: tuple[str, ...]
     problems: tuple[FlowcheckError, ...]
+    journal: JournalFigures | None = None
 
 
 def ask(config: NodeConfig, planned: Sequence[PlannedCapture], root: Path = Path("/")) -> MachineFacts:
@@ -186,6 +188,8 @@ def _threads(config: NodeConfig, planned: Sequence[PlannedCapture]) -> Iterator[
         yield ThreadPlace("ask a peer, of each group", config.groups * len(config.replica.peers))
     if config.replica.peer_versions:
         yield ThreadPlace("take a peer's version, of each group", config.groups)
+    if config.journal is not None:
+        yield ThreadPlace("copy and write a journal, of each group", 2 * config.groups)
     if config.common.nodes:
         yield ThreadPlace("tell another node of the job", len(config.common.nodes))
     yield ThreadPlace("main and control", 2)

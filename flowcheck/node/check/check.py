@@ -1,7 +1,7 @@
 """What a node would take, before it is started: --check.
 
     check_files(config, say)          who may come in, and whether what it writes can be written; also at a start
-    check(config, as_json)            all of it, printed
+    check(config, as_json, job, seconds)    all of it, printed
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -19,8 +20,10 @@ from dataplane.live import check_cores
 from flowcheck.checkpoint.objects import check_url
 from flowcheck.control.tls import client_context
 from flowcheck.durable import check_writable
-from flowcheck.errors import EnvironmentProblem, FlowcheckError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, size_text
+from flowcheck.job.manifest import load_job
 from flowcheck.node.check.budget import EXAMPLE_MBPS, Budget, ask, budget
+from flowcheck.node.check.journal_figures import JournalFigures, journal_figures, problem_of
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.unattended import unattended_jobs
 from flowcheck.node.listening import check_address
@@ -29,6 +32,7 @@ from flowcheck.node.protect.supervisor import check_copies
 from flowcheck.node.store.supervisor import check_store
 from flowcheck.node.tokens import Access
 from flowcheck.node.versions.output import check_places
+from flowcheck.rebuild.plan import plan_job
 from flowcheck.tables import Column, print_table, screen
 
 __all__ = ["check", "check_files", "show"]
@@ -47,6 +51,8 @@ def check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
     check_places(config.output)
     if config.store is not None:
         check_url(config.store.url)
+    if config.journal is not None:
+        check_writable(config.journal.directory, "a directory that the node may write to as journal.directory")
     if config.telemetry is not None and config.telemetry.directory is not None:
         check_writable(config.telemetry.directory,
                        "a directory that the node may write to as telemetry.directory, and free space")
@@ -55,8 +61,9 @@ def check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
     return access
 
 
-def check(config: NodeConfig, as_json: bool) -> None:
-    """Print what the node would take. Raises the first of what cannot hold, after all of it was printed."""
+def check(config: NodeConfig, as_json: bool, job: Path | None = None, seconds: float = 1.0) -> None:
+    """Print what the node would take. job: the manifest of one that it may follow, seconds: of its step. Raises the
+    first of what cannot hold, after all of it was printed."""
     check_files(config, lambda *_, **__: None)
     check_address(config.control.address, "control.listen")
     if config.api is not None:
@@ -64,6 +71,10 @@ def check(config: NodeConfig, as_json: bool) -> None:
     planned = plan_captures(config)
     unattended_jobs(config)
     made = budget(config, planned, ask(config, planned))
+    if config.journal is not None:
+        figures = journal_figures(config.journal, config.groups, plan_job(load_job(job)) if job else None, seconds)
+        wrong = problem_of(config.journal, figures)
+        made = replace(made, journal=figures, problems=(*made.problems, *([wrong] if wrong is not None else [])))
     if as_json:
         typer.echo(json.dumps(asdict(made) | {"problems": [str(problem) for problem in made.problems]}))
     else:
@@ -109,6 +120,8 @@ def show(made: Budget, console: Console) -> None:
         ["trainers' messages to all groups, at most", _mb(made.inboxes)],
         ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
     ])
+    if made.journal is not None:
+        _show_journal(made.journal, console)
     if made.switches:
         print_table(console, [Column("switch"), Column("machines", folds=True)], [
             [key, ", ".join(addresses)] for key, addresses in made.switches.items()
@@ -121,6 +134,21 @@ def show(made: Budget, console: Console) -> None:
     console.print(f"cores that no thread is pinned to: {left}", highlight=False, markup=False)
     for note in made.notes:
         console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _show_journal(made: JournalFigures, console: Console) -> None:
+    example = ", as an example: --job MANIFEST says it" if made.example else ""
+    print_table(console, [Column("journal", folds=True), Column("", number=True)], [
+        [f"gradients of an iteration, MB{example}", _mb(made.entry)], ["state of a base, MB", _mb(made.state)],
+        ["seconds of a step (--step-seconds)", f"{made.seconds:g}"],
+        ["iterations that fit", f"{made.entries:,}"], ["steps back that can be had at all times", f"{made.back:,}"],
+        ["the disk must take, GB/s", f"{made.rate / 1e9:.3f}"],
+        ["with a base each time it is due, GB/s", f"{made.with_bases / 1e9:.3f}"],
+        ["written per day", size_text(int(made.day))],
+        ["memory of iterations on their way, within replica.memory_mb, MB", _mb(made.staged)],
+        [f"journals of all groups in {made.directory}, MB{', in memory' if made.memory else ''}", _mb(made.room)],
+        ["free there, MB", _mb(made.free)],
+    ])
 
 
 def _mb(size: int) -> str:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from flowcheck.control.address import text_of
 from flowcheck.node.config.capture import AUTO, MOST_STREAMS, SKELETON, Capture, Follow
 from flowcheck.node.config.control import Api, Control, Tls, TokenFiles
+from flowcheck.node.config.journal import JournalSettings
 from flowcheck.node.config.nodes import Nodes, advertised, resolved
 from flowcheck.node.config.protect import Protect
 from flowcheck.node.config.replica import CommonStep, ReplicaSettings
@@ -36,6 +37,7 @@ class NodeConfig(Table):
     protect: Protect | None = None
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
+    journal: JournalSettings | None = None
     common: CommonStep = CommonStep()
     nodes: Nodes = Nodes()
     api: Api | None = None
@@ -101,6 +103,10 @@ class NodeConfig(Table):
             raise wrong("replica.slots", f"{self.replica.slots} leave none to update while a version is written to the"
                          f" store{' and another is read' if self.api else ''}: {least} at least with"
                          f" {'[api] and ' if self.api else 'a '}[store]")
+        if self.journal is not None and self.replica.slots < (least := 3 if self.api is None else 4):
+            raise wrong("replica.slots", f"{self.replica.slots} leave none to update while a base of the journal is"
+                        f" written{' and another version is read' if self.api else ''}: {least} at least with"
+                        f" {'[api] and ' if self.api else 'a '}[journal]")
         return self
 
     @model_validator(mode="after")
@@ -109,7 +115,7 @@ class NodeConfig(Table):
             return self
         if self.api is None:
             raise wrong("api", "is missing: without it nobody could have the copies that this node holds")
-        following = ("replica", "common", "store", "telemetry", "follow")
+        following = ("replica", "common", "store", "telemetry", "follow", "journal")
         given: list[str] = [key for key in following if key in self.model_fields_set]
         if self.control.listen != NOWHERE:
             given.insert(0, "control")
@@ -187,6 +193,11 @@ class NodeConfig(Table):
             raise wrong("replica.slots", f"{self.replica.slots} leave none to keep a version in for the nodes of"
                          " common.nodes: 3 at least, better 4")
         return self
+
+    @property
+    def journals(self) -> Path | None:
+        """Where the journals of this node's groups lie, if it keeps any."""
+        return self.journal.directory / f"flowcheck-{self.name}.journal" if self.journal is not None else None
 
     @property
     def shadow(self) -> int:

@@ -16,6 +16,7 @@ from flowcheck.rebuild.version.recipe import replica_bytes
 
 __all__ = ["check_gathered", "check_job", "check_memory", "split", "union"]
 
+STAGED = 2  # iterations that are on their way into a journal
 SETS = 3  # of gathered parameters: one is copied out of its arena, one is the newest, one is being written
 
 
@@ -83,18 +84,20 @@ def check_gathered(job: Job, where: str) -> None:
         )
 
 
-def check_memory(plan: JobPlan, settings: ReplicaSettings) -> None:
-    """Raises UserError if a job takes more than the settings allow."""
+def check_memory(plan: JobPlan, settings: ReplicaSettings, journal: bool = False) -> None:
+    """journal: two iterations may be on their way into one. Raises UserError if a job takes more than the settings
+    allow."""
     gradients = plan.engine.gradient_bytes  # and a bit for every 8 bytes, for what has come
     if plan.job.optimizer is not None:
         kept = replica_bytes(plan.job, settings.slots)
         what = f"{settings.slots} slots of parameters and optimizer state"
     else:
         kept, what = SETS * gradients, f"{SETS} sets of parameters"
-    most = kept + plan.engine.arenas * (gradients + gradients // 64)
+    most = kept + plan.engine.arenas * (gradients + gradients // 64) + STAGED * journal * gradients
     if most > settings.memory_mb << 20:
         raise UserError(
             f"the job takes {-(-most >> 20)} MiB ({what}, {plan.engine.arenas} iterations of"
-            f" {'gradients' if plan.job.optimizer is not None else 'them'})", where="replica.memory_mb",
+            f" {'gradients' if plan.job.optimizer is not None else 'them'}"
+            f"{f', {STAGED} more on their way into the journal' if journal else ''})", where="replica.memory_mb",
             remedy=f"set it to {-(-most >> 20)} or more (it is {settings.memory_mb}), or use fewer slots or arenas",
         )

@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from flowcheck.control.protocol import Bye, Flows, Manifest, Members, Notice, Patch, Record, State, User, Wanted
+from flowcheck.control.protocol import Base, Bye, Flows, Manifest, Members, Notice, Patch, Record, State, User, Wanted
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.node.config.node import NodeConfig
@@ -310,13 +310,15 @@ class Intake(Feed):
 
     def _give(self, session: LiveSession, inbound: Inbound) -> None:
         """What a session that follows has of its ranks."""
-        message, rank, named = inbound.message, inbound.member.rank, self.versions.files.named
+        message, rank, named = inbound.message, inbound.member.rank, self._first.users or self.versions.files.named
         if isinstance(message, Record) and self.ranks.manifest is not None:
             counted = replace(message, iteration=session.clock.iteration(message.iteration))
             self._group.take(session.record(counted, inbound.tensors, rank))
             self._ledger.over(message.iteration)
         elif isinstance(message, User) and named is not None:
             self.versions.users.put(named, Clock().after(message.iteration), message.rank, inbound.data)
+        elif isinstance(message, Base):
+            self._first.base(message, inbound.data)
         elif isinstance(message, Patch):
             session.patch(rank, message, inbound.tensors)
 
@@ -349,13 +351,16 @@ class Intake(Feed):
         if planned.verified is not None:
             versions.divergences.verified(planned.verified)
         resync = self._first.resync_of(plan)
-        self._group.begin(LiveSession(
+        session = LiveSession(
             plan, self._port.queues, clock, slots=settings.slots, threads=settings.threads, resync=resync,
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
             peers=self.peering.of(body, plan, run, clock, job.epoch), job_start=planned.start,
             matches=versions.shadow.begins(job.run_id), catching=self.peering.versions(planned.start),
             telemetry=self._config.telemetry,
-        ))
+        )
+        if (keeping := versions.journal.begin(body, plan, run, clock, planned.start)) is not None:
+            session.follower.keeping = keeping
+        self._group.begin(session)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
                   resync=resync.how)
         self._ledger.attached(clock.first)

@@ -91,7 +91,7 @@ class Planning:
         replica = self._config.replica
         plan = plan_job(job, streams=self._queues, threads=self._queues, arenas=replica.regions,
                         patience=replica.patience_packets)
-        check_memory(plan, replica)
+        check_memory(plan, replica, self._config.journal is not None)
         return Planned(plan, start, *((left.path, left.verified) if left is not None else (None, None)))
 
     def _numbered(self, job: Job, start: str, said: Said) -> int:

@@ -33,7 +33,17 @@ from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.versions.group_versions import GroupVersions
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.node.versions.runs import run_folder
-from flowcheck.rebuild.version.events import Begun, CaughtUp, Closed, Event, GradientsMeasured, Lost, Resumed
+from flowcheck.rebuild.version.events import (
+    Begun,
+    Broken,
+    CaughtUp,
+    Closed,
+    Event,
+    GradientsMeasured,
+    Lost,
+    Resumed,
+    Skipped,
+)
 from flowcheck.rebuild.version.replica import JobReplica
 
 __all__ = ["Publisher"]
@@ -78,9 +88,16 @@ class Publisher(Output):
                 self._say_line(session, event, kernels=session.replica.kernels)
             case CaughtUp():
                 self._caught_up(session, event)
+            case Broken(first, last, why):
+                number = session.clock.number
+                self._versions.journal.missed(number(first), number(last), why)
+            case Skipped(first, last, why):
+                number = session.clock.number
+                self._versions.journal.missed(number(first), number(last), f"it passed {why}")
+                self._say_line(session, event)
             case GradientsMeasured(measured) if self._telemetry is not None:
-                job, number = session.plan.job, session.clock.number(measured.iteration)
-                self._telemetry.take(self._name, run_folder(job.run_id, job.epoch), number, measured, self._say)
+                job, here = session.plan.job, session.clock.number(measured.iteration)
+                self._telemetry.take(self._name, run_folder(job.run_id, job.epoch), here, measured, self._say)
             case Silent(why):
                 said = "silent" if why else "mirror_back"
                 self._say(said, why=why or "the mirror brings the job's packets again")
@@ -97,6 +114,11 @@ class Publisher(Output):
         if closed.published and session.replica is not None:
             self._published(session, session.replica, closed, number)
             self._answer(Progress(number, closed.status))
+        elif closed.published and session.log is not None:
+            self._logged(number)
+            self._answer(Progress(number, closed.status))
+        else:
+            self._versions.journal.missed(number, number, closed.why[0][1] if closed.why else closed.status)
         drops = self._port.drops
         dropped, self._dropped = grown(self._dropped, drops), drops
         self._say("iteration", **closed_fields(closed, number, dropped, lost=session.next is None,
@@ -108,18 +130,28 @@ class Publisher(Output):
             versions.divergences.verified(replica.step)
         versions.published(job, replica, replica.step, session.matches)
         self._hash(number, replica)
-        every = self._output.every
+        every, named = self._output.every, versions.files.named
+        users = partial(versions.users.gathered, named, replica.step) if named is not None else None
+
+        def write(out: Path, done: Callable[[], None] | None, base: bool = False) -> bool:
+            return self._writer.write(self._name, replica, out, closed.status, done, closed.unproven, users,
+                                      session.matches, *([base] if base else []))
+
         if every and replica.step % every == 0:
-            named = versions.files.named
-            users = partial(versions.users.gathered, named, replica.step) if named is not None else None
-            self._writer.write(self._name, replica, self._folder(job), closed.status,
-                               self._persisted.set if status.verified else None, closed.unproven, users,
-                               session.matches)
+            write(self._folder(job), self._persisted.set if status.verified else None)
+        versions.journal.published(replica.step, session.matches, write)
         persisted = not every or self._persisted.is_set()
         sound = status.kind in (VERIFIED, FOLLOWS)
         if sound and versions.shadow.trusts and not self._settled and persisted:
             self._settled = True
             versions.standing.settle(job)
+
+    def _logged(self, number: int) -> None:
+        """An iteration is in the log, as far as the journal has taken it."""
+        keeper = self._versions.journal.keeper
+        if keeper is not None:
+            step = Clock().after(number)
+            self._versions.users.published(range(max(0, step - keeper.room.entries), step + 1))
 
     def _caught_up(self, session: LiveSession, event: CaughtUp) -> None:
         assert session.replica is not None
@@ -149,6 +181,7 @@ class Publisher(Output):
     def _diverged(self, session: LiveSession, step: int, why: str, apart: bool) -> None:
         """Versions after the last verified one may be wrong: nobody gets them any more. apart: as of Lost."""
         found = self._versions.divergences.diverged(step, why)
+        self._versions.journal.diverged(found.after)
         if apart:
             self._versions.divergences.refuse(why)
         self._writer.withdraw(self._name, self._folder(session.plan.job), found)
@@ -160,6 +193,7 @@ class Publisher(Output):
 
     def look(self, session: LiveSession) -> None:
         """Other groups of the job hear what this one has, and what they have decides which slots are reused last."""
+        self._versions.journal.look()
         replica, job = session.replica, session.plan.job
         steps = tuple(replica.steps) if replica is not None else ()
         order = self._common.order(self._name, (job.run_id, job.epoch), steps)
@@ -171,6 +205,7 @@ class Publisher(Output):
             number = session.clock.number
             self._say("unjudged", first=number(begun[0]), last=number(begun[-1]), why=why)
         self._common.gone(self._name)
+        self._versions.journal.end()
 
     def close(self) -> None:
         self._versions.users.close()

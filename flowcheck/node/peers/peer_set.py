@@ -12,8 +12,6 @@ follow another start of the job with other connections, give each other nothing.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,10 +27,10 @@ from flowcheck.node.peers.catch_up import QUIET_SECONDS, CatchUp
 from flowcheck.node.peers.client import Peers, Who
 from flowcheck.node.peers.shelf import Followed, Shelf
 from flowcheck.rebuild.iteration.given import Answer
-from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.plan import JobPlan, digest_of
 from flowcheck.rebuild.version.records import StepRecord
 
-__all__ = ["Peering", "WithPeers", "digest_of"]
+__all__ = ["Peering", "WithPeers"]
 
 
 class WithPeers:
@@ -103,10 +101,3 @@ class Peering:
             return None
         return CatchUp(lambda: [NodeClient(one, self._key(), QUIET_SECONDS, self._tls) for one in addresses],
                        self._group, start)
-
-
-def digest_of(body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> str:
-    """64 hexadecimal digits: the same at two nodes if, and only if, they follow the same job in the same way."""
-    places = [[vars(place) for place in plan.iteration_places(iteration)] for iteration in (0, 1)]
-    said = [list(run), clock.first, dict(body), places, plan.engine.gradient_bytes]
-    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -31,42 +30,14 @@ from flowcheck.durable import make_directory, remove_tree, write_atomic
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.journal.entry_file import read_entry, write_entry
+from flowcheck.node.versions.journal.job_text import JobText
+from flowcheck.rebuild.version.again import Made
 from flowcheck.rebuild.version.records import StepRecord
 
-__all__ = ["FOLDER", "JobText", "Journal", "Made"]
+__all__ = ["FOLDER", "Journal"]
 
 FOLDER = "journal"  # beside the steps of a run
 BUCKET, BUFFER = "bucket.", "buffer."
-
-
-@dataclass(frozen=True)
-class JobText:
-    """What a source says of the job that it follows. body: its manifest with all connections. run: id, epoch and ranks
-    as trainers say hello. first: the trainer's number of the manifest's iteration 0. plan: 64 hexadecimal digits that
-    stand for all of it, and where bytes lie."""
-
-    body: Mapping[str, Any]
-    run: tuple[str, int, int]
-    first: int
-    plan: str
-
-    def text(self) -> str:
-        return json.dumps({"body": dict(self.body), "run": list(self.run), "first": self.first, "plan": self.plan})
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        """Raises ValueError, KeyError, TypeError."""
-        said = json.loads(text)
-        run_id, epoch, ranks = said["run"]
-        return cls(said["body"], (run_id, epoch, ranks), said["first"], said["plan"])
-
-
-@dataclass(frozen=True)
-class Made:
-    """What made a step. record: without checksums. buckets: gradients as they came over the wire, by bucket."""
-
-    record: StepRecord
-    buckets: Sequence[torch.Tensor]
 
 
 class Journal:

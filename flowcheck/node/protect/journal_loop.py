@@ -52,9 +52,10 @@ from flowcheck.control.tensors import TensorSpec, unpack
 from flowcheck.durable import remove_tree
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.peers.client import checked, dial
-from flowcheck.node.protect.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect.journal import FOLDER, Journal
 from flowcheck.node.protect.parity_base import ParityBase
-from flowcheck.node.protect.redo import planned, reach, redo
+from flowcheck.node.protect.redo import reach, redo
+from flowcheck.node.versions.journal.job_text import JobText, planned
 from flowcheck.node.versions.runs import run_folder
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 

@@ -19,14 +19,14 @@ from flowcheck.control.version import Version
 from flowcheck.durable import adopt, came_last, remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.clock import Clock
-from flowcheck.job.manifest import job_from_dict
-from flowcheck.node.peers.peer_set import digest_of
-from flowcheck.node.protect.journal import JobText, Journal
-from flowcheck.rebuild.plan import JobPlan, plan_job
+from flowcheck.node.protect.journal import Journal
+from flowcheck.node.versions.journal.job_text import JobText, planned
+from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.version.again import again
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from updater.errors import UpdaterError
 
-__all__ = ["Reach", "planned", "reach", "redo"]
+__all__ = ["Reach", "reach", "redo"]
 
 WORK = "redo"  # folder beside the entries
 
@@ -49,17 +49,6 @@ def reach(base: int, journal: Journal) -> Reach:
         gap = clock.next(clock.after(gap))
     steps = [step for step in journal.steps if base < step <= gap]
     return Reach(base, steps[-1] if steps else base, gap)
-
-
-def planned(job: JobText) -> JobPlan:
-    """Raises FlowcheckError: the source lays its bytes out in another way."""
-    made = job_from_dict(dict(job.body), where="journal")
-    plan = plan_job(made)
-    run_id, epoch, ranks = job.run  # the epoch is the one that the source gave the start, and its digest's the job's
-    runs = [(run_id, epoch, ranks), (run_id, made.epoch, ranks)]
-    if job.plan not in [digest_of(job.body, plan, run, Clock(job.first)) for run in runs]:
-        raise FlowcheckError("its source lays gradients out in another way: it is of another release", where="journal")
-    return plan
 
 
 def redo(base: Path, journal: Journal, threads: int) -> tuple[Path, Reach]:
@@ -96,14 +85,7 @@ def _made(
     replica.start(loaded.parameters, loaded.optimizer_state, loaded.step)
     for number in range(loaded.step, wanted.step):
         entry, iteration = journal.made(number), clock.iteration(number)
-        replica.begin(iteration, entry.record.values())
-        places = plan.iteration_buckets(iteration)
-        if len(places) != len(entry.buckets):
-            raise FlowcheckError(f"iteration {number} has {len(entry.buckets)} buckets, not {len(places)}",
-                                 where=str(journal.folder))
-        for place, bucket in zip(places, entry.buckets, strict=True):
-            replica.apply(place.index, bucket)
-        replica.finish(entry.record.buffers)
+        again(replica, plan, iteration, entry.record, entry.buckets, number, str(journal.folder))
         replica.publish()
     with replica.pinned() as version:
         path = replica.write(work, wanted.unproven, version, wanted.status, wanted.shard, matches=wanted.matches,

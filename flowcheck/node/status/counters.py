@@ -29,7 +29,7 @@ MOST_NAMES = 1024  # names whose events are counted: a holder has one for each s
 # Events that say nothing that somebody would have to read.
 QUIET = frozenset({
     "iteration", "times", "placing", "updating", "written", "gathered", "stored", "copied", "protected", "peers",
-    "ranges", "capture",
+    "ranges", "capture", "journaled", "base",
     "connection",  # anybody can cause that without a token, and would push out what somebody has to read
 })
 

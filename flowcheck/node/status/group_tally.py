@@ -206,6 +206,34 @@ class _Pace:
 
 
 @dataclass
+class _Journal:
+    """What is kept of its iterations. holes: by cause. bytes, seconds: of those that are written, from the copy in
+    memory to the whole entry. back: steps that can be had at all times. base: step of the newest base, 0: there is
+    none."""
+
+    journal: dict[str, Any] = field(default_factory=lambda: {
+        "entries": 0, "bytes": 0, "seconds": 0.0, "room": 0, "back": 0, "base": 0, "holes": {}, "hole": None})
+
+    def _attached(self, now: float, said: Mapping[str, Any]) -> None:
+        self.journal |= {"room": 0, "back": 0, "base": 0, "hole": None}
+
+    def _journal(self, now: float, said: Mapping[str, Any]) -> None:
+        self.journal |= {"room": said["entries"], "back": said["back"]}
+
+    def _journaled(self, now: float, said: Mapping[str, Any]) -> None:
+        self.journal["entries"] += 1
+        self.journal["bytes"] += said["bytes"]
+        self.journal["seconds"] += said["seconds"]
+
+    def _base(self, now: float, said: Mapping[str, Any]) -> None:
+        self.journal["base"] = said["step"]
+
+    def _hole(self, now: float, said: Mapping[str, Any]) -> None:
+        _add(self.journal["holes"], {said["cause"]: said["last"] - said["iteration"] + 1})
+        self.journal["hole"] = {name: said[name] for name in ("iteration", "last", "cause", "why")}
+
+
+@dataclass
 class _Failures:
     """Of the job, that it came back from."""
 
@@ -243,7 +271,7 @@ class _Rows:
         return row
 
 
-_PARTS = (_Job, _Versions, _Sums, _Pace, _Failures, _Rows)
+_PARTS = (_Job, _Versions, _Sums, _Pace, _Journal, _Failures, _Rows)
 
 
 class GroupTally:
@@ -280,7 +308,9 @@ class GroupTally:
                       for name, value in vars(part).items() if not name.startswith("_")}
         stages = {name: {"counts": list(one.counts), "sum": one.sum} for name, one in found["stages"].items()}
         last = list(found["rows"].values())[-rows:] if rows else []
-        return found | {"stages": stages, "failed": list(found["failed"]), "rows": [dict(row) for row in last]}
+        journal = found["journal"] | {"holes": dict(found["journal"]["holes"])}
+        return found | {"stages": stages, "journal": journal, "failed": list(found["failed"]),
+                        "rows": [dict(row) for row in last]}
 
 
 def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:

@@ -3,6 +3,7 @@
     versions = GroupVersions(config, group, say)
     versions.files, .standing            replica files, and which of them the group stands on
     versions.users                       what ranks gave of themselves, next to a replica
+    versions.journal                     gradients of the last iterations, and bases
     versions.divergences, .shadow        which versions are not the trainer's, and which are not offered yet
 
     versions.published(job, replica, verified, matches)     a version was built, or came from a peer
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from flowcheck.job.model import Job
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.versions.divergences import Divergences
+from flowcheck.node.versions.journal.group_journal import GroupJournal
 from flowcheck.node.versions.replica_files import ReplicaFiles
 from flowcheck.node.versions.shadow import Shadow
 from flowcheck.node.versions.standing import Standing
@@ -40,6 +42,7 @@ class GroupVersions:
         self.divergences = Divergences(directory, config.name, group, say)
         self.standing = Standing(self.files, say)
         self.users = UserStates(say)
+        self.journal = GroupJournal(config, group, say)
 
     def published(self, job: Job, replica: JobReplica, step: int, matches: int) -> None:
         """step: of the version. matches: checksums of the run that have matched."""
@@ -54,5 +57,6 @@ class GroupVersions:
 
     def close(self, keep: bool) -> None:
         """keep: the replica."""
+        self.journal.close()
         self.users.close()
         self.files.end(keep)

@@ -61,7 +61,9 @@ class Holding:
 
 
 class Held:
-    """A version that stays as it is until it is let go."""
+    """A version that stays as it is until it is let go. making: it is not there yet, and somebody makes it."""
+
+    making = False
 
     def __init__(self, holding: Holding, now: float) -> None:
         self.offer, self.path, self._inode = holding.offer, holding.path, holding.inode
@@ -99,6 +101,12 @@ class Held:
     def progress(self) -> tuple[int, int]:
         """Bytes that are hashed, and of how many, while that is under way."""
         return 0, self.offer.nbytes
+
+    @property
+    def under_way(self) -> str:
+        """The same in words."""
+        hashed, total = self.progress
+        return f"its tensors are being hashed: {hashed} of {total} bytes so far"
 
     def manifest(self) -> bytes:
         """Raises FlowcheckError."""

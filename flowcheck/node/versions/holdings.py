@@ -40,7 +40,7 @@ from flowcheck.node.versions.user_states import ranks_in, user_folder
 from updater.errors import UpdaterError
 from updater.reader import Reader
 
-__all__ = ["DiskShelf", "MemoryShelf", "Pressed", "Shelf", "Withheld", "id_of"]
+__all__ = ["DiskShelf", "MemoryShelf", "Pressed", "Shelf", "Withheld", "id_of", "offered"]
 
 
 class Withheld(FlowcheckError):
@@ -212,7 +212,7 @@ class DiskShelf(Shelf):
             for path in self._directory.glob(depth):
                 if inode := inode_of(path):
                     key = path, inode, inode_of(path / MANIFEST)
-                    seen[key] = self._steps[key] if key in self._steps else _offered(path, inode, self._tier)
+                    seen[key] = self._steps[key] if key in self._steps else offered(path, inode, self._tier)
         self._steps = seen
         return _sorted(Holding(one[0], *key[:2], one[1]) for key, one in seen.items() if one is not None)
 
@@ -220,7 +220,7 @@ class DiskShelf(Shelf):
         return OnDisk(holding, self._now())
 
 
-def _offered(path: Path, inode: int, tier: str) -> tuple[Offer, str] | None:
+def offered(path: Path, inode: int, tier: str) -> tuple[Offer, str] | None:
     """What a step's directory says of itself, and what is said in it of its run and epoch; None: it cannot be used."""
     try:
         document: dict[str, Any] = read_step_manifest(path)

@@ -156,38 +156,40 @@ class Writer:
         self._say, self._every, self._clock = say, max(every, 1), clock
         self._more: dict[str, Any] = {} if vouch is None else {"vouch": vouch}
         self._lock = threading.Lock()
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[tuple[str, bool], _Lane] = {}
 
     def write(
         self, name: str, replica: Versions, out: Path, status: str, done: Callable[[], None] | None = None,
-        unproven: Sequence[str] = (), users: Users | None = None, matches: int = 0,
-    ) -> None:
-        """Begin to write the current version of a group, unless it is one that is left out. done: called on the
+        unproven: Sequence[str] = (), users: Users | None = None, matches: int = 0, base: bool = False,
+    ) -> bool:
+        """Begin to write the current version of a group, unless it is one that is left out: False. done: called on the
         writer's thread when it is on disk. unproven: marks of its verdict. users: what ranks gave of
-        themselves; it may wait a little. matches: checksums of the trainer that have matched by now."""
+        themselves; it may wait a little. matches: checksums of the trainer that have matched by now. base: it is one
+        of a journal, which leaves itself out when it is not due, and waits for no checkpoint."""
         with self._lock:
-            lane = self._lanes.setdefault(name, _Lane())
+            lane = self._lanes.setdefault((name, base), _Lane())
         stride, now = 1, self._clock()
-        if lane.due is not None:
+        if lane.due is not None and not base:
             while stride < MOST_LEFT_OUT and stride * (now - lane.due) < MARGIN * lane.seconds:
                 stride *= 2
         lane.due = now
         if lane.thread is not None and lane.thread.is_alive():
             lane.seconds = max(lane.seconds, now - lane.began)
-            self._say("skipped", name=name, step=replica.step, why="an older checkpoint is still being written")
-            return
+            if not base:
+                self._say("skipped", name=name, step=replica.step, why="an older checkpoint is still being written")
+            return False
         if replica.step // self._every % stride:
             self._say("skipped", name=name, step=replica.step, why=f"a checkpoint takes {lane.seconds:.1f} s, so each"
                       f" {stride * self._every}th step is written; raise output.every")
-            return
+            return False
         lane.began = now
         try:
             held = _Held(replica, users)  # from here on the replica may go on: this version stays
         except FlowcheckError as error:
             self._say("problem", name=name, step=replica.step, why=error.message())
-            return
+            return False
         writer = threading.Thread(
-            target=self._work, args=(lane, name, replica, out, status, held, done, unproven, matches),
+            target=self._work, args=(lane, (name, base), replica, out, status, held, done, unproven, matches),
             name=f"flowcheck writer {name}", daemon=True,
         )
         watch = threading.Thread(
@@ -199,14 +201,15 @@ class Writer:
         except RuntimeError as error:  # there is no thread to be had
             held.let_go()
             self._say("problem", name=name, step=replica.step, why=f"step {replica.step} is not written: {error}")
-            return
+            return False
         lane.thread = writer
+        return True
 
     def withdraw(self, name: str, out: Path, divergence: Divergence) -> None:
         """Mark those checkpoints of a group that have diverged, on a thread: the disk may be slow. What is being
         written when this is called is waited for."""
         with self._lock:
-            lane = self._lanes.setdefault(name, _Lane())
+            lane = self._lanes.setdefault((name, False), _Lane())
         lane.marking = [one for one in lane.marking if one.is_alive()]
         thread = threading.Thread(target=self._mark, args=(name, out, divergence, lane.thread), daemon=True,
                                   name=f"flowcheck marks {name}")
@@ -227,10 +230,10 @@ class Writer:
             self._say("problem", name=name, why=error.message())
 
     def _work(
-        self, lane: _Lane, name: str, replica: Versions, out: Path, status: str, held: _Held,
+        self, lane: _Lane, of: tuple[str, bool], replica: Versions, out: Path, status: str, held: _Held,
         done: Callable[[], None] | None, unproven: Sequence[str], matches: int,
     ) -> None:
-        version, before = held.version, lane.seconds
+        version, before, (name, base) = held.version, lane.seconds, of
         step = version.step
         try:
             path = replica.write(out, [*replica.unproven, *unproven], version, status, name, held.users, matches,
@@ -238,12 +241,18 @@ class Writer:
             lane.seconds = self._clock() - lane.began
             if done is not None:
                 done()
-            self._say("written", name=name, step=step, path=str(path))
+            if base:
+                self._say("base", name=name, step=step, path=str(path))
+            else:
+                self._say("written", name=name, step=step, path=str(path))
         except _GivenUp:
             lane.seconds = held.kept  # and not how long the disk has hung: it may be well again
         except FlowcheckError as error:
             lane.seconds = before  # a disk that hung before it failed has said nothing of its speed
-            self._say("problem", name=name, step=step, why=error.message())
+            if base:
+                self._say("problem", name=name, why=f"a base of the journal is not written: {error.message()}")
+            else:
+                self._say("problem", name=name, step=step, why=error.message())
         finally:
             held.let_go()
 
@@ -269,7 +278,7 @@ class Writer:
         with self._lock:
             lanes = dict(self._lanes)
         end = self._clock() + END_SECONDS
-        for name, lane in lanes.items():
+        for (name, _), lane in lanes.items():
             for marking in lane.marking:
                 marking.join(max(0.0, end - self._clock()))
             if lane.thread is None:

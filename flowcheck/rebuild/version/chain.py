@@ -36,10 +36,11 @@ setter (`VersionChain.move`). What leads to a change is decided in follower.py, 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from flowcheck.errors import InternalError
 from flowcheck.job.version_status import DIVERGED, VERIFIED, VersionStatus
+from flowcheck.rebuild.iteration.collector import Judged
 from flowcheck.rebuild.version.replica import JobReplica
 
 __all__ = ["EDGES", "Chain", "VersionChain"]
@@ -126,17 +127,21 @@ class VersionChain:
             self.replica.close()
         self.replica = replica
 
-    def publish(self, step: int, unproven: Sequence[str], *, matched: bool, helped: bool) -> None:
-        """Publish version `step`, which was built. unproven: marks of its verdict. matched: the trainer's checksums of
-        it did. helped: it holds what peers or trainers gave, which does not follow what was compared before."""
+    def publish(self, step: int, judged: Judged, *, matched: bool) -> bool:
+        """Publish version `step`, which was built. matched: the trainer's checksums of it did. False: it is one that
+        must not be, and is held to build on."""
         assert self.replica is not None
-        if helped:
-            self.verified = None
+        if not judged.verdict.publishable:
+            self.replica.hold()
+            return False
+        if judged.evidence.from_peers or judged.evidence.stale is not None:
+            self.verified = None  # what peers or trainers gave does not follow what was compared before
         status = VersionStatus() if self.verified is None else VersionStatus.follows(self.verified)
         if matched:
             status, self.verified = VersionStatus(VERIFIED), step
         self.status = str(status)
-        self.replica.publish(status.verified, self.status, unproven, self.matches)
+        self.replica.publish(status.verified, self.status, judged.verdict.unproven, self.matches)
+        return True
 
     def end(self, status: str) -> bool:
         """The chain has ended. status: DIVERGED: versions since the last match may be wrong, and are withdrawn. True if

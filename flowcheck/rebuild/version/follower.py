@@ -19,10 +19,10 @@ stays the current one, and later ones are refused (clause `previous`) until ther
 Complete buckets of the iteration that the version waits for are applied while it is still open (building.py); the
 verdict publishes the version or drops it. What is left when the verdict stands is done by workers, and so are the sums
 where a record brings checksums: arenas are filled meanwhile, and no other iteration closes before this one has ended.
-Its arena is free again once all of it was applied.
+Its arena is free again once all of it was applied, and copied where somebody keeps it (keeping.py).
 
 One thread drives it, which waits for no worker while something comes. Where threads fill the arenas it looks every half
-millisecond, and leaves them the processors. Memory: a replica, and as many step records as iterations can be open.
+millisecond. Memory: a replica, and as many step records as iterations can be open.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.building import Built, VersionBuilder
 from flowcheck.rebuild.version.chain import Chain, VersionChain
 from flowcheck.rebuild.version.events import Event, Lost, Read, Skipped, Waiting, closed
+from flowcheck.rebuild.version.keeping import Keeping, NotKept
 from flowcheck.rebuild.version.policy import Policy
 from flowcheck.rebuild.version.records import RecordWait, StepRecord
 from flowcheck.rebuild.version.repair import Repair
@@ -68,9 +69,10 @@ class Follower:
 
     chain: the versions, and the iteration that the next one waits for.
     repairs: how to go on where an iteration has not come whole; whoever has some adds them.
+    keeping: who is handed each iteration whose verdict stands.
     first_iteration: that closed; -1: none has.
-    moved: did the last poll find anything to do, besides what threads have placed?
-    closing_seconds: spent on iterations that closed, and on updates.
+    moved: did the last poll find anything to do, besides what threads have placed? closing_seconds: spent on iterations
+    that closed, and on updates.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Follower:
         self.plan, self.arenas, self.policy, self.clock, self.now = plan, arenas, policy, clock or Clock(), now
         self.chain = VersionChain(replica)
         self.repairs: list[Repair] = []
+        self.keeping: Keeping = NotKept()
         self.trainers = Trainers(plan, self.clock, policy.record_seconds)
         self.records = self.trainers.records
         self.keeper = Timekeeper(arenas, records=bool(plan.job.step_values), now=stamp)
@@ -89,7 +92,7 @@ class Follower:
         self.first_iteration, self.moved, self.closing_seconds = -1, False, 0.0
         self._gap = False  # iterations were skipped
         self._pending: Judged | None = None  # workers are at its version
-        self._closed: range | None = None  # workers still read its arena
+        self._closed: range | None = None  # its arena is still read
 
     # -- from trainers --
 
@@ -123,6 +126,7 @@ class Follower:
         self.chain.status, self.chain.verified = UNVERIFIED, None
         self.trainers.begin()
         self.keeper.begin()
+        self.keeping.begin()
 
     # -- driving --
 
@@ -143,6 +147,7 @@ class Follower:
             for event in self.lose(why, DIVERGED):
                 yield replace(event, apart=True) if isinstance(event, Lost) else event
         taken = self.arenas.poll()
+        self._release()
         here = taken and not self.arenas.fills_itself  # else looking again at once would only take their processor
         moved = yield from self._finish_pending(0 if here else LOOK_SECONDS)
         while due := self.arenas.due():
@@ -184,6 +189,8 @@ class Follower:
 
     def close(self) -> None:
         """Let go of the threads and of the replica."""
+        while self.keeping.reads:
+            time.sleep(IDLE_SECONDS)
         self.arenas.stop()
         self.builder.drop()
         if self.chain.replica is not None:
@@ -205,7 +212,7 @@ class Follower:
 
     def _must_wait_for_trainers(self, iteration: int) -> tuple[bool, list[Event]]:
         """For a state, a record, or a slot that readers pin?"""
-        if self._pending is not None or self.trainers.holds_up(iteration):
+        if self._pending is not None or self._closed is not None or self.trainers.holds_up(iteration):
             return True, []
         if iteration != self.chain.next:
             return False, []
@@ -216,8 +223,7 @@ class Follower:
             return wait, [Waiting(iteration, "its step record is not here")] if say else []
         if self._has_room(iteration):
             return False, []
-        _, say = self._room.look(iteration, self.now())
-        return True, [Waiting(iteration, NO_ROOM)] if say else []
+        return True, [Waiting(iteration, NO_ROOM)] if self._room.look(iteration, self.now())[1] else []
 
     def _has_room(self, iteration: int) -> bool:
         """Is there a slot for the version of an iteration, if one will be built?"""
@@ -229,6 +235,8 @@ class Follower:
 
     def _close(self, due: range) -> Iterator[Event]:
         begin = self.now()
+        while not self._release():
+            time.sleep(IDLE_SECONDS)  # nobody polls any more, and it is read at the speed of memory
         self.arenas.close(due)
         try:
             yield from self._skip(due[0], due[-1]) if len(due) > 1 else self.judge(due[0])
@@ -237,11 +245,12 @@ class Follower:
             self._release()
             self.closing_seconds += self.now() - begin
 
-    def _release(self) -> None:
-        """Free the arena of what has closed, unless workers read it."""
-        if self._closed is not None and not self.builder.reads:
+    def _release(self) -> bool:
+        """Free the arena of what has closed, unless somebody reads it. True if none is left."""
+        if self._closed is not None and not self.builder.reads and not self.keeping.reads:
             self.arenas.release(self._closed)
             self._closed = None
+        return self._closed is None
 
     def judge(self, iteration: int) -> Iterator[Event]:
         """Judge an iteration; if the verdict stands, have its version built."""
@@ -256,6 +265,8 @@ class Follower:
         stands = judged.verdict.publishable or any(repair.may_build(judged) for repair in self.repairs)
         if stands and self.chain.ready:
             stands = yield from self._build(judged, record)
+        if stands and judged.verdict.publishable:
+            self.keeping.offer(judged, record, self.arenas.region(iteration))
         if stands and self.chain.ready:
             self._pending = judged
             self.chain.move(Chain.PATCHING if self.chain.holds else Chain.BUILDING, iteration)
@@ -336,8 +347,9 @@ class Follower:
         iteration, chain = judged.verdict.iteration, self.chain
         published = stands
         if stands:
-            published = built is None or self._publish(judged, built)
-            awaited = self.clock.next(self.clock.after(iteration))
+            step = self.clock.after(iteration)
+            published = built is None or chain.publish(step, judged, matched=built.differs == "")
+            awaited = self.clock.next(step)
             chain.move(Chain.HOLDING if judged.evidence.stale else Chain.FOLLOWING, awaited)
         self.keeper.ended(iteration, published=published)
         lag = max(self.records.newest - self.published, 0)
@@ -347,17 +359,6 @@ class Follower:
             clause, reason = judged.verdict.failing[0]
             number = self.clock.number(iteration)
             yield from self.lose(f"iteration {number} is not published: {clause.value}: {reason}", last=iteration)
-
-    def _publish(self, judged: Judged, built: Built) -> bool:
-        """Publish the version that was built. False: it is one that must not be, and is held to build on."""
-        assert self.chain.replica is not None
-        if not judged.verdict.publishable:
-            self.chain.replica.hold()
-            return False
-        helped = bool(judged.evidence.from_peers) or judged.evidence.stale is not None
-        step = self.clock.after(judged.verdict.iteration)
-        self.chain.publish(step, judged.verdict.unproven, matched=built.differs == "", helped=helped)
-        return True
 
     def _skip(self, first: int, last: int, why: str = NOTHING_CAME) -> Iterator[Event]:
         self._gap = True

@@ -80,7 +80,7 @@ def recover(
     nodes: HOST:PORT of their `api.listen`, a list or one text with commas; None: the variable FLOWCHECK_NODES.
     token: the nodes' shared secret; None: the first line of the file that FLOWCHECK_TOKEN_FILE names.
     run_id, shard: which run, and which group of ranks (attach's `group`) of it; None: the only one that there is.
-    step: this one and no other.
+    step: this one and no other. A node with a journal makes it, where it has none.
     into: tensors that the model's are received into, by name, such as `model.state_dict()`: no second copy in memory.
     prefer_verified: a version that a checksum of the trainer has confirmed is taken although it is so many steps older.
     fresh: start fresh although a node did not answer, which may have had a version. One that refuses the token, or
@@ -184,7 +184,7 @@ class _Agreement:
         """Again each time: what was there may have made room for newer ones."""
         try:
             with self._ranks.busy():
-                found = look(self._asked, self._run_id, self._shard)
+                found = look(self._asked, self._run_id, self._shard, self._wants["step"])
             self._run_id, self._shard = found.chosen(self._run_id, self._shard)
         except Exception as error:  # also one that is no fault of the user's: the others have to hear of it, too
             return error

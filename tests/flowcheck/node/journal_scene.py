@@ -14,12 +14,12 @@ from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
 from flowcheck.control.version import Version
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
-from flowcheck.node.peers.peer_set import digest_of
 from flowcheck.node.peers.shelf import Followed, Shelf
-from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.protect.journal import Journal
+from flowcheck.node.versions.journal.job_text import JobText
 from flowcheck.rebuild.iteration.evidence import elements_of
 from flowcheck.rebuild.iteration.intervals import intervals
-from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.plan import digest_of, plan_job
 from flowcheck.rebuild.version.records import StepRecord
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from lab.synth import example_job

@@ -32,7 +32,8 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
     OPEN: ({"200": OBJECT}, {}),
     "/openapi.json": ({"200": OBJECT}, {}),
     "/v1/status": ({"200": "newest"}, {}),
-    "/v1/versions": ({"200": "versions"}, {}),
+    "/v1/rewind": ({"200": "journals"}, {}),
+    "/v1/versions": ({"200": "versions"}, {"query": {"step"}}),
     "/v1/versions/{id}/manifest.json": ({"200": OBJECT, "404": "why", "503": "unhashed"}, ID | {"query": {"release"}}),
     "/v1/versions/{id}/model.safetensors": A_FILE,
     "/v1/versions/{id}/optimizer.safetensors": A_FILE,
@@ -52,7 +53,10 @@ WITHHELD = [OFFER | {"why": "it is not confirmed"}]
 EXAMPLES: dict[str, dict[str, Any]] = {
     "why": {"why": "it is gone"},
     "unhashed": {"why": "it is being hashed"},
-    "newest": {"newest": [OFFER], "withheld": WITHHELD, "absent": ["disk"]},
+    "newest": {"newest": [OFFER], "withheld": WITHHELD, "absent": ["disk"], "journals": []},
+    "journals": {"journals": [{
+        "run_id": "run", "epoch": 0, "shard": "0", "entries": 4, "entry_bytes": 8192, "holes": [[9, 11]],
+        "steps": [{"first": 5, "last": 8, "kind": "makeable", "bytes": 24, "seconds": 0.5}]}]},
     "versions": {"versions": [OFFER], "withheld": WITHHELD, "absent": ["disk"], "statuses": "own",
                  "diverged": [{"run_id": "run", "epoch": 0, "shard": "0", "after": 3, "last": 6}]},
     "pieces": {"versions": [OFFER], "streams": [STREAM], "absent": ["disk"]},

@@ -60,6 +60,9 @@ def test_a_good_one(tmp_path: Path) -> None:
     ("[replica]", '[common]\nnodes = ["a:1", "a:01"]\n[replica]', "common.nodes", "a:1 is given twice"),
     ("[replica]", '[common]\nnodes = ["a:1"]\n[replica]\nslots = 2', "replica.slots", "2 leave none to keep a version"),
     ("[replica]", "[replica", "node.toml", "is not TOML"),
+    ("[replica]", '[journal]\ndirectory = "a"\nmegabytes = 9\n[replica]\nslots = 2', "replica.slots",
+     "2 leave none to update while a base of the journal is written"),
+    ("[replica]", '[journal]\ndirectory = "a"\n[replica]', "journal.megabytes", ""),
     ("[replica]", '[store]\nurl = "x"\nevery = 1\noptions = {since = 2026-01-02}\n[replica]', "store.options",
      "since has a date or a time in it"),
     ("[replica]", '[store]\nurl = "x"\nevery = 1\noptions = {a = {b = [07:32:00]}}\n[replica]', "store.options",
@@ -100,8 +103,8 @@ def test_what_is_left_out(tmp_path: Path) -> None:
         "nodes": {"addresses": (), "registry": (), "registry_ca": "", "registry_cert": None, "registry_key": None,
                   "registry_user": "", "registry_password_file": None, "cluster": "default", "advertise": None,
                   "host": "", "leaf": "", "rack": ""},
-        "api": None, "protect": None, "store": None, "telemetry": None, "tls": None, "name": "node", "groups": 1,
-        "record_seconds": 30.0,
+        "api": None, "protect": None, "store": None, "journal": None, "telemetry": None, "tls": None, "name": "node",
+        "groups": 1, "record_seconds": 30.0,
         "tokens": {"trainer": None, "peer": None, "reader": None, "operator": None},
     }
 
@@ -218,6 +221,7 @@ BOUNDS = [
     ("replica", "peer_seconds", "1e-9", "10.0", "0.0", "10.01"),
     ("common", "seconds", "1e-9", "86400.0", "0.0", "86400.01"),
     ("output", "every", "0", "1000000000", "-1", ""),
+    ("journal", "keep", "0", "1073741824", "-1", "1073741825"),
     ("", "groups", "1", "8", "0", "9"),
     ("", "record_seconds", "1e-9", "86400.0", "0.0", "86400.01"),
 ]
@@ -227,7 +231,7 @@ def _with(folder: Path, table: str, key: str, value: str) -> Path:
     (folder / "token").write_text("a token that only tests have\n")
     path = folder / "node.toml"
     text = f'[control]\nlisten = "localhost:1"\ntoken_file = "{folder}/token"\n[capture]\ndevice = "d"\n'
-    line = f"{key} = {value}\n"
+    line = f"{key} = {value}\n" + ('directory = "j"\nmegabytes = 9\n' if table == "journal" else "")
     if not table:
         path.write_text(line + text)
     elif f"[{table}]\n" in text:

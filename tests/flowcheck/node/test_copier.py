@@ -19,8 +19,9 @@ from flowcheck.node.protect import copier as copying
 from flowcheck.node.protect import worker as module
 from flowcheck.node.protect.border import Rules
 from flowcheck.node.protect.copier import SLACK, Copier
-from flowcheck.node.protect.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect.journal import FOLDER, Journal
 from flowcheck.node.versions.holdings import DiskShelf
+from flowcheck.node.versions.journal.job_text import JobText
 
 from ..hand_api import KEY, NODE_KEY, HandApi, HandVersion
 from ..hand_node import until

@@ -20,9 +20,10 @@ from flowcheck.node.protect import copier as copying
 from flowcheck.node.protect import worker as module
 from flowcheck.node.protect.border import Rules
 from flowcheck.node.protect.copier import END_SECONDS, FIRST_PAUSE, LONGEST_PAUSE, Copier
-from flowcheck.node.protect.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect.journal import FOLDER, Journal
 from flowcheck.node.protect.placement import Part
 from flowcheck.node.protect.worker import ROUND_PAUSE, _go_round
+from flowcheck.node.versions.journal.job_text import JobText
 
 
 class Waits:

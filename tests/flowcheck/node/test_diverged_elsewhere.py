@@ -20,11 +20,12 @@ from flowcheck.node.api.guard import Guard
 from flowcheck.node.api.routes import _Api
 from flowcheck.node.protect.border import Rules
 from flowcheck.node.protect.copier import Copier
-from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.parity_rounds import Rounds, kept_in
 from flowcheck.node.store.worker import Persister, Wants
 from flowcheck.node.versions.divergences import Divergences, Notices
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf
+from flowcheck.node.versions.journal.job_text import JobText
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import until

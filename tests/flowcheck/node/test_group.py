@@ -16,7 +16,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.node.groups import membership
 from flowcheck.node.groups.ranges import Resync
-from flowcheck.node.peers.peer_set import digest_of
+from flowcheck.rebuild.plan import digest_of
 
 from .group_scene import Peer, Scene, scenes, small_job
 

@@ -15,7 +15,8 @@ import torch
 from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.journal.entry_file import write_entry
-from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.protect.journal import Journal
+from flowcheck.node.versions.journal.job_text import JobText
 from flowcheck.rebuild.version.records import StepRecord
 
 from ..hand_api import HandVersion

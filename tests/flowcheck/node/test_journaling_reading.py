@@ -21,8 +21,9 @@ from flowcheck.control.tensors import packed
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.peers.shelf import Shelf
 from flowcheck.node.protect import journal_loop as module
-from flowcheck.node.protect.journal import JobText, Journal
+from flowcheck.node.protect.journal import Journal
 from flowcheck.node.protect.journal_loop import Lacking, Reading
+from flowcheck.node.versions.journal.job_text import JobText
 from flowcheck.rebuild.iteration.evidence import elements_of
 from flowcheck.rebuild.plan import BucketPlace
 

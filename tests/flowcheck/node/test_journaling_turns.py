@@ -21,7 +21,7 @@ from flowcheck.ask.receiving import AskError
 from flowcheck.control.protocol import Entry, RecordsError
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.protect import journal_loop as module
-from flowcheck.node.protect.journal import FOLDER, JobText, Journal
+from flowcheck.node.protect.journal import FOLDER, Journal
 from flowcheck.node.protect.journal_loop import (
     AGAIN_SECONDS,
     GONE_SECONDS,
@@ -35,6 +35,7 @@ from flowcheck.node.protect.journal_loop import (
     youngest,
 )
 from flowcheck.node.protect.redo import Reach
+from flowcheck.node.versions.journal.job_text import JobText
 from flowcheck.rebuild.plan import BucketPlace
 
 from ..hand_api import KEY, HandApi, HandVersion

@@ -28,6 +28,9 @@ EVERYTHING = (
     ("job_recovered", {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
                        "repeated": 2}),
     ("silent", {"name": "dp0", "why": "w"}),
+    ("journal", {"name": "dp0", "entries": 40, "back": 20}), ("base", {"name": "dp0", "step": 5, "path": "p"}),
+    ("journaled", {"name": "dp0", "iteration": 6, "bytes": 4096, "seconds": 0.25}),
+    ("hole", {"name": "dp0", "iteration": 7, "last": 9, "cause": "busy", "why": "w"}),
 )
 
 

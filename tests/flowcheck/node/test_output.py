@@ -262,7 +262,7 @@ def test_stages_in_lockstep_share_steps_on_disk(tmp_path, seconds: list[float], 
     for due in range(1, 129):
         now[0] = float(due)
         for stage, (writer, takes) in enumerate(zip(writers, seconds, strict=True)):
-            lane = writer._lanes.setdefault("", output._Lane())
+            lane = writer._lanes.setdefault(("", False), output._Lane())
             alive = now[0] < ends[stage]
             lane.thread = SimpleNamespace(is_alive=lambda alive=alive: alive, join=lambda _: None)  # type: ignore
             before, replica = lane.thread, FakeReplica(step=due * every)
@@ -280,7 +280,7 @@ def test_what_is_left_out_is_said(tmp_path) -> None:
     said: list[tuple[str, dict[str, Any]]] = []
     now = [0.0]
     writer = Writer(lambda event, **fields: said.append((event, fields)), 10, lambda: now[0])
-    writer._lanes["a"] = output._Lane(seconds=2.5, due=-1.0)
+    writer._lanes["a", False] = output._Lane(seconds=2.5, due=-1.0)
     writer.write("a", FakeReplica(step=70), tmp_path, "")  # type: ignore[arg-type]
     why = "a checkpoint takes 2.5 s, so each 40th step is written; raise output.every"
     assert said == [("skipped", {"name": "a", "step": 70, "why": why})]

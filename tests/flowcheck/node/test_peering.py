@@ -18,10 +18,10 @@ from flowcheck.node.config.capture import Capture
 from flowcheck.node.config.control import Control
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.config.replica import ReplicaSettings
-from flowcheck.node.peers.peer_set import Peering, digest_of
+from flowcheck.node.peers.peer_set import Peering
 from flowcheck.node.peers.shelf import Shelf, serve
 from flowcheck.rebuild.iteration.intervals import intervals
-from flowcheck.rebuild.plan import JobPlan, plan_job
+from flowcheck.rebuild.plan import JobPlan, digest_of, plan_job
 
 from .live_scene import small_job
 

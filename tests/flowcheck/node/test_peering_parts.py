@@ -17,9 +17,9 @@ from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.peers import peer_set as peering
 from flowcheck.node.peers.catch_up import QUIET_SECONDS
 from flowcheck.node.peers.client import Who
-from flowcheck.node.peers.peer_set import Peering, WithPeers, digest_of
+from flowcheck.node.peers.peer_set import Peering, WithPeers
 from flowcheck.node.peers.shelf import Followed
-from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.plan import digest_of, plan_job
 
 from .live_scene import small_job
 

@@ -16,8 +16,9 @@ import torch
 from flowcheck.checkpoint.directory import load_step, read_step_manifest
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.protect.journal import JobText, Journal
-from flowcheck.node.protect.redo import Reach, planned, reach, redo
+from flowcheck.node.protect.journal import Journal
+from flowcheck.node.protect.redo import Reach, reach, redo
+from flowcheck.node.versions.journal.job_text import JobText, planned
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 
