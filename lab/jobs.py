@@ -31,6 +31,8 @@ from torch import nn
 from torch.nn import functional
 
 from flowcheck.errors import UserError
+from flowcheck.job.model import LOG, REPLICA, VERSIONS
+from lab.optimizers import KERNELS, OPTIMIZERS
 
 __all__ = [
     "BACKENDS", "MODELS", "SCHEDULES", "Text", "Training", "loss_of", "make_optimizer", "make_schedule", "stage_of",
@@ -42,9 +44,6 @@ MODELS = {
     "gpt": {"width": 160, "layers": 4, "context": 64},
     "conv": {"width": 16, "layers": 3, "context": 256},
     "mlp": {"width": 64, "layers": 2, "context": 32},
-}
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
 }
 SCHEDULES = ("constant", "step", "cosine", "warmup")
 BACKENDS = ("softroce", "gloo")  # gloo tries the trainers without RoCE
@@ -68,7 +67,7 @@ class Training:
     added to what a rank reads, drawn from python's generator: as a loader that shuffles does, it makes an iteration
     depend on how many there were before. metric_every, evaluate_every: a metric of all ranks behind each K-th step, an
     evaluation between two iterations, which is several calls; on a communicator of their own, or with `shared` on that
-    of the gradients.
+    of the gradients. kind: of its versions, as of attach; what is no kernel's is kept as a log.
     """
 
     model: str = "gpt"
@@ -95,9 +94,10 @@ class Training:
     megatron: str = ""
     experts: int = 1
     tied: bool = False
+    kind: str = REPLICA
 
     def __post_init__(self) -> None:
-        for name, choices in (("model", MODELS), ("schedule", SCHEDULES)):
+        for name, choices in (("model", MODELS), ("schedule", SCHEDULES), ("kind", VERSIONS)):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"{getattr(self, name)!r} is none of {', '.join(choices)}")
         if self.optimizer.get("name") not in OPTIMIZERS or "lr" not in self.optimizer:
@@ -134,6 +134,10 @@ class Training:
             and self.optimizer["name"] != "sgd"
         ):
             self._refuse("megatron", "float32 or bfloat16, of a gpt in shards that Adam or AdamW steps")
+        if self.kind != LOG and self.optimizer["name"] not in KERNELS:
+            self._refuse("optimizer", f"{self.optimizer['name']} is kept as a log: kind")
+        if self.kind == LOG and (self.stages > 1 or self.shards > 1 or self.experts > 1):
+            self._refuse("kind", "a log is of one group without shards")
         if self.experts > 1 and (self.clip is not None or self.model == "conv"):
             self._refuse("experts", "without clipping (a norm of each rank's own), and not of conv")
         if self.stages > len(_blocks(self)):

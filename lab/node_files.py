@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowcheck.job.model import LOG
 from lab.jobs import Training
 from lab.shape import FabricConfig
 
@@ -47,6 +48,9 @@ def node_toml(
     if others:
         tables |= {"common": {"nodes": others}} if job.stages > 1 else {
             "replica": tables["replica"] | PEERING | {"peers": others}}
+    if job.kind == LOG:
+        tables["journal"] = {"directory": str(directory / "journal"), "megabytes": 512}
+        tables["replica"] = tables["replica"] | {"slots": 4}
     if api:
         tables["api"] = {"listen": apis(config)[node], "insecure": True}
     for table, values in settings.items():

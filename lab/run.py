@@ -202,7 +202,7 @@ class LabRun(Record):
                     if node in self._nodes and said["event"] in events}
 
         def here() -> dict[tuple[str, str], dict[str, Any]]:
-            return named("state", "patched")
+            return named("state", "patched", "log")
 
         self._quietly(lambda: named("attached").keys() >= wanted, START_SECONDS)
         self._train_until(lambda: here().keys() >= wanted, most - ATTACHING, "no state was taken")

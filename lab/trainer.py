@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import nn
 
 import flowcheck
+from flowcheck.job.model import LOG
 from lab.jobs import BACKENDS, VOCABULARY, Text, Training, loss_of, make_optimizer, make_schedule
 from lab.saving import SAVERS, Saver
 from lab.wrapping import make_groups, wrap
@@ -109,7 +110,8 @@ class Rank:
 
     def attach(self, settings: dict[str, Any]) -> None:
         self._attachment = flowcheck.attach(
-            self._wrapped.given, self.optimizer, scheduler=self.schedule, scaler=self.scaler, **settings
+            self._wrapped.given, self.optimizer, scheduler=self.schedule, scaler=self.scaler, kind=self.job.kind,
+            **settings
         )
 
     def save(self, how: str, every: int, folder: str) -> None:
@@ -131,6 +133,8 @@ class Rank:
             if self.job.shards > 1:
                 with self._wrapped.within():
                     recovered.load(self._wrapped.given, self.optimizer)
+            elif self.job.kind == LOG:
+                recovered.load(self.model, self.optimizer)
             else:
                 self.model.load_state_dict(recovered.model)
                 self.optimizer.load_state_dict(recovered.optimizer)

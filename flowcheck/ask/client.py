@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from flowcheck.ask.connection import Connection
-from flowcheck.ask.offer import MOST_EPOCHS, OWN, TIERS, Offer
+from flowcheck.ask.offer import LOG, MOST_EPOCHS, OWN, TIERS, Offer
 from flowcheck.ask.pace import Pace
 from flowcheck.ask.receiving import SECONDS, AskError, Hashing, Received, Stream
 from flowcheck.ask.refusals import HashingProgress, UnhashedError
@@ -117,7 +117,9 @@ class NodeClient:
         self.withheld = [" ".join(why[:MOST_WHY].split()) for why in whys[:1] if isinstance(why, str)]
         self.diverged = Divergence.all_of(said.get("diverged"))
         self.epochs, self.attached = {}, {}
-        for one in [*listed, *(withheld if isinstance(withheld, list) else [])]:
+        later = said.get("later", [])  # of tiers that the first release does not know
+        later = later if isinstance(later, list) else []
+        for one in [*listed, *later, *(withheld if isinstance(withheld, list) else [])]:
             run_id, epoch = (one.get("run_id"), one.get("epoch")) if isinstance(one, dict) else (None, None)
             if isinstance(run_id, str) and type(epoch) is int and epoch >= 0:
                 if epoch >= MOST_EPOCHS:
@@ -126,6 +128,7 @@ class NodeClient:
                 if one.get("attached") is True:
                     self.attached[run_id] = max(epoch, self.attached.get(run_id, 0))
         offers = [Offer.of(one, self.name) for one in listed]
+        offers += [each for one in later for each in Offer.of(one, self.name).each]
         if said.get("statuses") == OWN:
             return offers
         # A release that says `verified` of every version once a checksum has matched.
@@ -242,7 +245,9 @@ class NodeClient:
         """What a rank gave of itself with that version, checked. Raises AskError."""
         where = f"{self.name}, {offer.tier}: state of rank {rank}"
         try:
-            found = UserState.of(self.connection.read(f"/v1/versions/{offer.id}/user/{rank}", USER_BYTES), where)
+            step = f"?step={offer.step}" if offer.tier == LOG else ""
+            path = f"/v1/versions/{offer.id}/user/{rank}{step}"
+            found = UserState.of(self.connection.read(path, USER_BYTES), where)
         except UserError as error:
             raise AskError(error.what, where=where) from None
         if (found.step, found.rank) != (offer.step, rank):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flowcheck.ask.receiving import AskError
@@ -11,12 +11,17 @@ from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.start import Key, line_of
 from flowcheck.job.version_status import VersionStatus
 
-__all__ = ["COPY", "DISK", "JOURNAL", "MEMORY", "MOST_EPOCHS", "OWN", "PARITY", "STORE", "TIERS", "Offer", "spans"]
+__all__ = [
+    "COPY", "DISK", "JOURNAL", "LATER", "LOG", "MEMORY", "MOST_EPOCHS", "OWN", "PARITY", "STORE", "TIERS", "Offer",
+    "spans",
+]
 
-MEMORY, COPY, DISK, PARITY, JOURNAL, STORE = "memory", "copy", "disk", "parity", "journal", "store"
+MEMORY, COPY, DISK, PARITY, JOURNAL, STORE, LOG = "memory", "copy", "disk", "parity", "journal", "store", "log"
 # Of a node, the nearest first. A copy is of another node's version, in memory; from parity a version is made when it is
-# asked for, and so are steps of a journal that are none of its bases.
-TIERS = (MEMORY, COPY, DISK, PARITY, JOURNAL, STORE)
+# asked for, and so are steps of a journal that are none of its bases; of a log it is made by the trainers.
+TIERS = (MEMORY, COPY, DISK, PARITY, JOURNAL, STORE, LOG)
+LATER = (JOURNAL, LOG)  # which the first release does not know: they are listed apart
+MOST_OF_LOG = 1 << 16  # steps that can be made of one
 OWN = "own"  # `statuses` of /v1/versions: what is said of a version is of that version alone
 MOST_AGE = 1e12
 MOST_EPOCHS = 1 << 31
@@ -46,6 +51,13 @@ class Offer:
     matches: int = 0
     start: str = ""
     attached: bool = False
+    oldest: int | None = None
+
+    @property
+    def each(self) -> list[Offer]:
+        """One for each step that can be had."""
+        first = self.step if self.oldest is None else max(self.oldest, self.step - MOST_OF_LOG)
+        return [replace(self, step=step, oldest=None) for step in range(first, self.step + 1)]
 
     @property
     def key(self) -> Key:
@@ -77,7 +89,7 @@ class Offer:
         return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
                    age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0),
                    start=start if isinstance(start := said.get("start"), str) else "",
-                   attached=said.get("attached") is True)
+                   attached=said.get("attached") is True, oldest=_age(said.get("oldest")))
 
 
 def _age(said: Any) -> Any:

@@ -25,7 +25,8 @@ import torch
 
 from flowcheck.ask.client import MOST_FAILED, NodeClient, split
 from flowcheck.ask.into import Into
-from flowcheck.ask.offer import TIERS, Offer
+from flowcheck.ask.logs import LogSource
+from flowcheck.ask.offer import LOG, TIERS, Offer
 from flowcheck.ask.receiving import AskError
 from flowcheck.ask.refusals import BusyError, FullError, GoneError
 from flowcheck.control.address import host_and_port, why_not
@@ -103,7 +104,8 @@ class Found:
 class Fetched:
     """A version whose every hash agreed. model: {name: tensor}; state: {parameter: {key: tensor}}. source: node and
     tier. nbytes: received, those of sources that were given up too. passed: why nearer sources were not taken. users:
-    the own states of those ranks that were asked for."""
+    the own states of those ranks that were asked for. log: of what it is made by who asked; then `model` and `state`
+    are empty; None: it is all here."""
 
     version: Version
     model: dict[str, torch.Tensor]
@@ -113,6 +115,7 @@ class Fetched:
     seconds: float
     passed: tuple[str, ...]
     users: Mapping[int, UserState] = field(default_factory=dict)
+    log: LogSource | None = None
 
 
 def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
@@ -278,6 +281,13 @@ def fetch(
             continue
         before = node.connection.received
         try:
+            if offer.tier == LOG:
+                log = LogSource(node.again(), offer)
+                passed_on = tuple(passed)
+                _when_free(log.node, log.head)
+                users = {rank: _when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
+                return Fetched(log.version(), {}, {}, log.where, log.node.connection.received,
+                               time.monotonic() - began, passed_on, users, log)
             # One that proved bad is held for some seconds after that, and its node may have no slot for another.
             version = _when_free(node, partial(node.version, offer))
             given = Into(version, into)
@@ -342,6 +352,9 @@ def take(
         may(found)
         try:
             fetched = fetch(found, key, {}, lambda offer: offer.with_user if users else ())
+            if fetched.log is not None:
+                raise UserError(f"step {key[1]} is kept as a log, of which its trainers make it", where=fetched.source,
+                                remedy="flowcheck.recover, and recovered.load(model, optimizer), in the job's script")
             return replace(fetched, passed=(*passed, *fetched.passed))
         except NoSource as error:
             passed.append(error.what)

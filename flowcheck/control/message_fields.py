@@ -20,6 +20,7 @@ CELL = 8  # bytes of an arena that are there or not
 MOST_SHARES = 64  # groups of which a node says what it has
 MOST_STEPS = 16  # of each: a replica has 4 slots
 NODE_ID = re.compile("[0-9a-f]{32}")
+SUM = re.compile("[0-9a-f]{16}")
 GROUP = re.compile(r"[A-Za-z0-9_.]{0,32}")  # no hyphen: in the names of replica files it ends the group's name
 
 Share = tuple[str, int, str, list[int]]  # run id, epoch, group, steps of its complete versions

@@ -45,6 +45,8 @@ from flowcheck.control.messages import (
     RANGES_TEXT,
     RESYNC,
     ROLES,
+    Base,
+    BaseWanted,
     Bye,
     Bytes,
     Challenge,
@@ -77,10 +79,10 @@ from flowcheck.errors import UserError
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes", "Joined", "Journal",
-    "Known", "Limits", "Link", "Manifest", "Members", "MisfitError", "Notice", "Opening", "Patch", "Progress", "Range",
-    "Ranges", "Record", "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "UserHead", "Wanted",
-    "Welcome", "accept", "frame", "greet", "tls_reason", "token_bytes",
+    "RESYNC", "ROLES", "Base", "BaseWanted", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes",
+    "Joined", "Journal", "Known", "Limits", "Link", "Manifest", "Members", "MisfitError", "Notice", "Opening", "Patch",
+    "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User",
+    "UserHead", "Wanted", "Welcome", "accept", "frame", "greet", "tls_reason", "token_bytes",
 ]
 
 TOKEN_BYTES = (16, 4096)

@@ -27,6 +27,7 @@ from flowcheck.job.model import (
     OPERATIONS,
     PROTOCOLS,
     SCHEMA,
+    VERSIONS,
     Bucket,
     Collective,
     Communicator,
@@ -68,6 +69,7 @@ def check(job: Job, place: Place) -> None:
             )
     _check_model(job.model, place / "model")
     _check_parameter_names(job, place / "collectives")
+    (place / "kind").one_of(job.kind, VERSIONS)
     check_optimizer(job, place / "optimizer")
     (place / "gradients" / "dtype").one_of(job.gradients.dtype, DTYPE_BYTES)
     (place / "gradients" / "divisor").between(job.gradients.divisor, 1, (1 << 31) - 1)

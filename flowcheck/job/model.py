@@ -8,7 +8,8 @@
     |- buckets        for iteration_0 and steady: what lies where in each gradient bucket
     |- model[]        entries in state_dict order
     |- gradients      element type on the wire, averaging divisor
-    `- optimizer      name and parameter groups
+    |- optimizer      name and parameter groups
+    `- kind           what versions are: a replica that steps with the trainer, or a log that it redoes
 
 Order of the calls on the communicator (PyTorch DDP, reference nccl-wire.md 9.1): all of `startup`,
 then `iteration_0`; then `rebuild` (the bucket layout DDP broadcasts after its first backward), then
@@ -27,9 +28,9 @@ from typing import Any
 
 __all__ = [
     "SCHEMA", "DTYPE_BYTES", "ENTRY_BYTES", "OPERATIONS", "CARRIES", "PROTOCOLS", "ALGORITHMS", "KINDS", "OPTIMIZERS",
-    "ROUNDINGS", "MASTERS", "NARROW", "MTUS", "BUFFER_BYTES", "MAX_THREADS", "MAX_DEVICES",
-    "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives", "Communicator", "Flow", "Gradients", "Job",
-    "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size", "unwritable",
+    "ROUNDINGS", "MASTERS", "NARROW", "VERSIONS", "REPLICA", "LOG", "MTUS", "BUFFER_BYTES", "MAX_THREADS",
+    "MAX_DEVICES", "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives", "Communicator", "Flow",
+    "Gradients", "Job", "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size", "unwritable",
 ]
 
 SCHEMA = "flowcheck/job/1"
@@ -49,6 +50,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 ROUNDINGS = ("torch-cuda-foreach", "torch-cuda-fused", "torch-cpu", "torch-cpu-fused")
 MASTERS = ("", "none", "upcast", "state")
 NARROW = ("bfloat16", "float16")
+VERSIONS = REPLICA, LOG = "replica", "log"
 MTUS = (256, 512, 1024, 2048, 4096)
 BUFFER_BYTES = {"ll": 524288, "ll128": 4915200, "simple": 4194304}
 MAX_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
@@ -283,6 +285,9 @@ class Optimizer:
 
 @dataclass
 class Job:
+    """kind: of its versions. REPLICA: the node applies `optimizer` itself. LOG: it keeps gradients and step records,
+    from which the trainer's own optimizer, whatever that is, redoes its steps; `optimizer` is absent."""
+
     communicator: Communicator
     flows: list[Flow]
     collectives: Collectives
@@ -294,18 +299,24 @@ class Job:
     run_id: str = ""
     epoch: int = 0
     unproven: list[str] = field(default_factory=list)  # what nothing confirms, said by whoever wrote it
+    kind: str = field(default=REPLICA, metadata=_one_of(VERSIONS))
     schema: str = field(default=SCHEMA, metadata=_one_of([SCHEMA]))
 
     def __repr__(self) -> str:
         """One line; all of it is `to_json()`."""
         wire, optimizer = self.communicator, self.optimizer.name if self.optimizer else "no optimizer"
+        optimizer = LOG if self.kind == LOG else optimizer
         return (
             f"Job(run {self.run_id!r}, epoch {self.epoch}: {wire.ranks} ranks, {wire.algorithm} {wire.protocol},"
             f" {wire.channels} channels, {len(self.flows)} connections, {len(self.model)} tensors, {optimizer})"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """What is as it always was is not said: nodes of earlier releases know no `kind`."""
+        said = dataclasses.asdict(self)
+        if self.kind == REPLICA:
+            del said["kind"]
+        return said
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1) + "\n"

@@ -12,7 +12,7 @@ import struct
 from typing import Any
 
 from flowcheck.job.form import Place, shown
-from flowcheck.job.model import MASTERS, OPTIMIZERS, ROUNDINGS, Job, Optimizer
+from flowcheck.job.model import LOG, MASTERS, OPTIMIZERS, ROUNDINGS, Job, Optimizer
 
 __all__ = ["check_optimizer"]
 
@@ -23,6 +23,8 @@ def check_optimizer(job: Job, place: Place) -> None:
     """Raise UserError if the optimizer contradicts the model or the calls, or is unknown."""
     if job.optimizer is None:
         return
+    if job.kind == LOG:
+        place.fail("the job is followed as a log, whose trainers step by themselves", "leave it out")
     (place / "name").one_of(job.optimizer.name, OPTIMIZERS)
     (place / "rounding").one_of(job.optimizer.rounding, ROUNDINGS)
     (place / "masters").one_of(job.optimizer.masters, MASTERS)

@@ -27,7 +27,7 @@ from flowcheck.node.notify import Notify
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.step_gossip import Neighbours
 from flowcheck.node.ports.open_captures import OpenCaptures
-from flowcheck.node.status.publisher import Telling
+from flowcheck.node.status.board_writer import BoardWriter
 from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.tokens import warnings_of
 from flowcheck.node.versions.output import Hashes, Writer
@@ -48,7 +48,7 @@ class Node:
         self._notify = Notify()
         self.control: ControlServer | None = None
         self._children: Children | None = None
-        self._telling: Telling | None = None
+        self._board_writer: BoardWriter | None = None
         self._telemetry: Telemetry | None = None
         with ExitStack() as undo:
             captures = self._captures = undo.enter_context(closing(OpenCaptures(config, say)))

@@ -37,10 +37,11 @@ from flowcheck.control.checksum import library
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import FlowcheckError, UserError, of_the_machine
 from flowcheck.job.clock import Clock
+from flowcheck.job.model import LOG, REPLICA, VERSIONS
 from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.connection.sender import Sender
-from flowcheck.trainer.describe.description import Model, check_gradients
+from flowcheck.trainer.describe.described import Model, check_gradients
 from flowcheck.trainer.describe.megatron import torch_optimizer
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.describe.wrapped import parts_of
@@ -65,7 +66,7 @@ def attach(
     token: str | None = None, checksum_every: int | None = None, group: str = "", run_id: str = "", epoch: int = 0,
     iteration: int = 0, max_stall_s: float | None = None, topology: Topology | Mapping[str, Topology] | None = None,
     collectives: Collectives | Mapping[str, Collectives] | None = None, scheduler: Any = None, scaler: Any = None,
-    ca: str | None = None,
+    ca: str | None = None, kind: str = REPLICA,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after the model was wrapped.
 
@@ -90,6 +91,8 @@ def attach(
     scheduler, scaler: objects whose `state_dict()` is kept with every version. The scaler also says the loss scale of
         an iteration, and whether its step was skipped, unless `step` is given.
     ca: speak TLS, and trust these certificates: a PEM file, or "system". None: what FLOWCHECK_CA says; "": no TLS.
+    kind: "replica": the node steps with the trainer. "log": it keeps gradients, records and bases, from which
+        `recovered.load` redoes the steps by this optimizer itself, whatever it is (docs/use/log.md).
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
@@ -98,12 +101,14 @@ def attach(
     if not addresses or len(set(addresses)) < len(addresses):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="node", remedy="each node once")
     secret, tls = tokens_of(token), context_of(ca)
+    if kind not in VERSIONS:
+        raise UserError(f"{kind!r} is not one of {', '.join(VERSIONS)}", where="kind", remedy="one of these")
     for what, number in (("checksum_every", checksum_every or 0), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
     return Attachment(
         model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration,
-        stall_of(max_stall_s), topology, collectives, Keeper(torch_optimizer(optimizer), scheduler, scaler), tls,
+        stall_of(max_stall_s), topology, collectives, Keeper(torch_optimizer(optimizer), scheduler, scaler), tls, kind,
     )
 
 
@@ -114,6 +119,7 @@ class Attachment(IterationInputs):
         self, model: Any, optimizer: Any, addresses: list[tuple[str, int]],
         token: Callable[[], bytes], checksum_every: int | None, name: str, run_id: str, epoch: int, iteration: int,
         max_stall_s: float, topology: Any, collectives: Any, keeper: Keeper, tls: ssl.SSLContext | None,
+        kind: str,
     ) -> None:
         super().__init__(torch_optimizer(optimizer), keeper.scaler)
         self.number, self._keeper, self._said_epoch = iteration, keeper, epoch
@@ -125,15 +131,18 @@ class Attachment(IterationInputs):
         self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
             parts = parts_of(model, optimizer)
-            self._begin(parts, name, run_id, epoch, topology, collectives)
+            self._begin(parts, name, run_id, epoch, topology, collectives, kind)
             for one in self._parts:
                 one.connect(addresses, token, tls, iteration)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
 
     def _begin(
-        self, parts: Sequence[Part], name: str, run_id: str, epoch: int, topology: Any, collectives: Any
+        self, parts: Sequence[Part], name: str, run_id: str, epoch: int, topology: Any, collectives: Any, kind: str
     ) -> None:
+        if kind == LOG and len(parts) > 1:
+            raise UserError(f"a log is kept of a job of one part, and this rank has {len(parts)}", where="attach: kind",
+                            remedy='kind="replica", with an optimizer that has a kernel')
         self._scale = self._scale_now()
         self._world = dist.get_rank(), dist.get_world_size()
         self.rank = dist.get_rank(parts[0].group)
@@ -142,7 +151,7 @@ class Attachment(IterationInputs):
             calls = _of(part, collectives, len(parts), "collectives")
             full = ".".join(filter(None, (name, part.name))) if len(parts) > 1 else name or part.name
             self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say,
-                                         partial(self._reduced, len(self._parts))))
+                                         partial(self._reduced, len(self._parts)), kind))
         self._describe()
         self._hooks.begin()
 
@@ -151,7 +160,7 @@ class Attachment(IterationInputs):
         described = [one.described for one in self._parts]
         self._described: Model = replace(
             described[0], names={key: name for one in described for key, name in one.names.items()},
-            threads=max(one.threads for one in described),
+            stepping=replace(described[0].stepping, threads=max(one.stepping.threads for one in described)),
         )
         gradients = ([one for one in each.part.gradients() if id(one) in self._described.names] for each in self._parts)
         constants = [value for one in self._parts for value in one.constants()]
@@ -248,7 +257,7 @@ class Attachment(IterationInputs):
         stood = skipped or scale is not None or stepped > 0
         clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard, stepped)
         stood = stood or scale is not None  # which the scaler has said
-        if scale is not None and self._described.threads:
+        if scale is not None and self._described.stepping.threads:
             raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
                             where=f"iteration {self.number}", remedy="parameters in float32 and autocast")
         after = Clock().after(self.number)

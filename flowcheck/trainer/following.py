@@ -23,8 +23,10 @@ import torch.distributed as dist
 
 from flowcheck.control.protocol import Flows, Manifest, Notice
 from flowcheck.errors import UserError
-from flowcheck.trainer.describe.description import Model, Watch, entries
-from flowcheck.trainer.describe.parts import Part
+from flowcheck.job.model import LOG, REPLICA
+from flowcheck.trainer.describe.described import Model
+from flowcheck.trainer.describe.description import Watch, entries
+from flowcheck.trainer.describe.parts import Ddp, Part
 from flowcheck.trainer.loop import AttachmentState, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.nodes import Nodes
@@ -50,19 +52,22 @@ def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
 
 class Following:
     """name: under which a node knows it. say: a line of the log. manifest: of the job; None: it is not known.
-    reduced: called when a backward pass is over, as of Part.listen."""
+    reduced: called when a backward pass is over, as of Part.listen. kind: of its versions (Job.kind)."""
 
     def __init__(
         self, part: Part, optimizer: torch.optim.Optimizer, topology: Topology | None,
         collectives: Collectives | None, name: str, run_id: str, epoch: int, say: Callable[[str], None],
-        reduced: Callable[[bool], None],
+        reduced: Callable[[bool], None], kind: str = REPLICA,
     ) -> None:
         self._reduced = reduced
         self._passes = 0  # backward passes of the iteration that is under way that reduced gradients
         self._watched = 0  # iterations since the job was known
         self._blank = 0  # iterations, with no usual one between, that called otherwise and made no step
         self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
-        self.described: Model = entries(part, optimizer)
+        self.described: Model = entries(part, optimizer, kind)
+        if kind == LOG and not isinstance(part, Ddp):
+            raise UserError(f"a log is kept of DistributedDataParallel, and not of {part.by}", where="attach: kind",
+                            remedy='kind="replica", with an optimizer that has a kernel')
         self._topology, listed = sources_of(part.group, topology, collectives)
         if dist.get_world_size(part.group) < 2:
             raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
@@ -115,10 +120,11 @@ class Following:
     def before_step(self) -> None:
         """Raises UserError for a step that no replica could follow."""
         self.part.check()
+        self.records.before_step()
 
     def describe(self) -> None:
         """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
-        self.described = entries(self.part, self._optimizer)
+        self.described = entries(self.part, self._optimizer, self.described.stepping.kind)
         self.records.describe(self.described)
         self._entries = _named(self.part)
         self.watch.redescribe(self.described)

@@ -1,6 +1,6 @@
 """What goes out of a part at each boundary: a record, and before it the elements that nodes have asked for.
 
-    records.after_step()                        hyper-parameters as the step has used them
+    records.before_step(), after_step()         hyper-parameters as the step uses them, or has used them
     records.turn()                              at a boundary: the step before it is the last one
     records.send(senders, iteration)            its record, to those that follow
     records.prepare(message, room)              the listening threads: as of Source
@@ -21,10 +21,15 @@ import torch
 
 from flowcheck.control.checksum import Sums, begin_checksums
 from flowcheck.control.protocol import Ranges, Record, User
+from flowcheck.job.clock import Clock
+from flowcheck.job.model import LOG
 from flowcheck.trainer.connection.framed import Frames
 from flowcheck.trainer.connection.sender import Sender
-from flowcheck.trainer.describe.description import Model, group_options
+from flowcheck.trainer.describe.described import Model, group_options
 from flowcheck.trainer.describe.parts import Part
+from flowcheck.trainer.log.hidden import Hidden
+from flowcheck.trainer.log.summed import summed
+from flowcheck.trainer.log.upload import BaseUpload
 from flowcheck.trainer.loop import Over
 from flowcheck.trainer.ranges import Source, Wish
 from flowcheck.trainer.sample import Sampler, Taken, states
@@ -56,12 +61,38 @@ class OutgoingRecords:
         self.source = Source(self._part, self._optimizer, described)
         self._sampler = Sampler(self._part, self._optimizer, described, *self._run)
         self._frames = Frames()
+        self._logged = described.stepping.kind == LOG
+        self._base, self._hidden = None, Hidden(self._optimizer) if self._logged else None
+        if self._logged and self._leads:
+            self._base = BaseUpload(self._optimizer, self._parameters, self._constants)
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        names = self._described.names
+        return {names[id(one)]: one for group in self._optimizer.param_groups for one in group["params"]
+                if id(one) in names}
+
+    def _constants(self) -> dict[str, torch.Tensor]:
+        held = self._part.state_dict(keep_vars=True)
+        return {entry.name: held[entry.name] for entry in self._described.entries if entry.kind == "constant"}
 
     def prepare(self, message: Ranges, room: int) -> Wish:
         return self.source.prepare(message, room)
 
+    def before_step(self) -> None:
+        """The options that it will use: of a log all of them, in which an optimizer may count its steps. Raises
+        UserError for some that a record cannot have."""
+        if self._hidden is not None:
+            self._groups = group_options(self._described, self._optimizer)
+            self._hidden.before()
+
     def after_step(self) -> None:
-        """The options that it used: a hook of the script may have set them right before it."""
+        """The options that it used: a hook of the script may have set them right before it. Raises UserError where the
+        step has changed what a redo would not find."""
+        if self._hidden is not None:
+            self._hidden.after()
+            if self._hidden.found is not None:
+                raise self._hidden.found
+            return
         read = partial(group_options, self._described, self._optimizer)
         self._groups = self._frames.options.of(self._optimizer.param_groups, read)
 
@@ -73,6 +104,12 @@ class OutgoingRecords:
         return self._stepped_with or group_options(self._described, self._optimizer)
 
     def send(self, senders: list[Sender], it: Over) -> None:
+        """To those that follow."""
+        self._send(senders, it)
+        if self._base is not None:
+            self._base.over(senders, Clock().after(it.number))
+
+    def _send(self, senders: list[Sender], it: Over) -> None:
         clip = it.clip
         if it.skipped and clip is not None and not math.isfinite(clip):
             clip = 1.0  # no gradient was used, whatever it was multiplied with: the norm of an overflow is no number
@@ -113,7 +150,9 @@ class OutgoingRecords:
             if it.checked:
                 begin = time.monotonic()
                 tensors = {entry.name: state[entry.name] for entry in self._described.entries}
-                sums = begin_checksums(states(self._described, self._optimizer) | tensors)
+                held_states = summed(self._parameters(), self._optimizer) if self._logged else states(
+                    self._described, self._optimizer)
+                sums = begin_checksums(held_states | tensors)
                 self.summing = time.monotonic() - begin
             if self._leads:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}

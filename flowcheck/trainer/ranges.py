@@ -24,10 +24,11 @@ import torch
 from flowcheck.control.messages import Patch, Ranges
 from flowcheck.errors import UserError
 from flowcheck.job.form import shown
-from flowcheck.trainer.describe.description import Model
+from flowcheck.trainer.copies import Copies
+from flowcheck.trainer.describe.described import Model
 from flowcheck.trainer.describe.parts import Part, local
 
-__all__ = ["Copies", "Source", "Wish"]
+__all__ = ["Source", "Wish"]
 
 FEW = 8  # ranges of an entry that are copied as slices; of more there is an index
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # copied as such: a NaN keeps its bits
@@ -71,33 +72,12 @@ class Wish:
     nbytes: int = 0
 
 
-class Copies:
-    """Tensors of one answer, on their devices; made on the training thread after the copies were begun."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], nbytes: int) -> None:
-        self._tensors, self.nbytes = tensors, nbytes
-        self._begun: dict[torch.device, torch.cuda.Event] = {}
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            self._begun[device] = torch.cuda.Event()
-            self._begun[device].record(torch.cuda.current_stream(device))
-
-    def on_host(self) -> Mapping[str, torch.Tensor]:
-        """Waits until they are there."""
-        out = dict(self._tensors)
-        for device, begun in self._begun.items():
-            side = torch.cuda.Stream(device)  # training's own is many kernels ahead, and would be waited for
-            side.wait_event(begun)
-            with torch.cuda.stream(side):
-                out |= {name: value.cpu() for name, value in self._tensors.items() if value.device == device}
-        return out
-
-
 class Source:
     """The state of one rank, by elements. described: of this module (or part) and optimizer. `prepare`: any one thread;
     `answer`: the training thread."""
 
     def __init__(self, module: torch.nn.Module | Part, optimizer: torch.optim.Optimizer, described: Model) -> None:
-        self._module, self._optimizer, self._kind = module, optimizer, described.optimizer
+        self._module, self._optimizer, self._kind = module, optimizer, described.stepping.name
         self._entries = {entry.name: entry for entry in described.entries}
         held = module.state_dict(keep_vars=True)
         self._parameters = {name: value for name, value in held.items()

@@ -47,9 +47,10 @@ from flowcheck.job.sampling import (
     state_name,
 )
 from flowcheck.trainer.boundary import hints, library, places_of, suits
-from flowcheck.trainer.describe.description import Model
+from flowcheck.trainer.copies import Copies
+from flowcheck.trainer.describe.described import Model
 from flowcheck.trainer.describe.parts import Part, local
-from flowcheck.trainer.ranges import BITS, Copies
+from flowcheck.trainer.ranges import BITS
 
 __all__ = ["AHEAD", "OPERATORS", "Sampler", "Taken", "states"]
 
@@ -241,8 +242,9 @@ class Sampler:
         self._optimizer, self._library = optimizer, library()
         self._sampling = Sampling(described.entries)
         self._positions = Positions(salt_of(run_id, epoch))
+        name = described.stepping.name  # "": any of them may be there
         self._keys = tuple((1 << bit, key) for bit, key in enumerate(KEYS)
-                           if (key == "momentum_buffer") == (described.optimizer == "sgd"))
+                           if not name or (key == "momentum_buffer") == (name == "sgd"))
         held = part.state_dict(keep_vars=True)
         self._turns = [
             _Turn([(held[entry.name], entry.kind == "optimized") for entry in self._sampling.entries(number)])

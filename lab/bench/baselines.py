@@ -11,7 +11,8 @@
 Two ranks train the lab's GPT on one core; the node has the other. Checksums are sent as often as `attach` sends them.
 In the lab the switch is software on the trainers' core, and so is the way of a copy into the ring of who listens: the
 kernel puts it there within the sender's call. `mirror` and `captured` are costs of the lab and not of a cluster, where
-copies are work of the switch and of the node's NIC. Files go to the file system of TMPDIR. A round takes about a minute.
+copies are work of the switch and of the node's NIC. Files go to the file system of TMPDIR. A round takes about a
+minute.
 """
 
 from __future__ import annotations

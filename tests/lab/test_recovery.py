@@ -39,7 +39,7 @@ def results(run: LabRun) -> dict[int, tuple[float, Any]]:
 
 def check(seed: int, out: Path) -> None:
     """The job of a seed, undisturbed and killed once: four ranks, one of them mirrored, and a node that serves."""
-    with lab_of(ranks=4, mirrored=((0,),)) as fabric, LabRun(fabric, out, api=True, checksums=3) as run:
+    with lab_of(ranks=4, mirrored=((0,),)) as fabric, LabRun(fabric, out, api=True, checksums=1) as run:
         disturbed(run, seed)
 
 
@@ -57,7 +57,8 @@ def disturbed(run: LabRun, seed: int) -> None:
     run.begin(job, attach=True, recover=True)
     (step,) = {one["step"] for one in run.recovered}
     assert len(run.recovered) == 4 and all(one["source"].endswith("memory") for one in run.recovered), run.recovered
-    # At most one iteration that was done is repeated: what a rank gave last may not have left it when it dies.
+    # At most one iteration that was done is repeated: what a rank gave last may not have left it when it dies. (Each is
+    # verified: an older one that is would be preferred to one that is not.)
     assert dies - 1 <= step <= dies + 1, (dies, at, run.recovered[0]["text"])
     run.train(last - step)
     again = results(run)

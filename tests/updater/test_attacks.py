@@ -1,7 +1,4 @@
 """What a hostile or unlucky environment does to a replica: no memory, kills in the middle, odd files, odd numbers."""
-import hashlib
-import json
-import math
 import os
 import random
 import signal
@@ -16,9 +13,10 @@ from updater.reader import Reader
 from updater.replica import Replica
 
 from ..forks import fork
+from .bits import state_bits
 from .conftest import huge_pages_free
-from .test_kernels import assert_equal, compare
-from .test_shared import advance, fresh, layout, state_bits, undisturbed
+from .test_kernels import compare
+from .test_shared import advance, fresh, undisturbed
 
 
 @pytest.mark.parametrize("mounted", [("tmpfs", "size=512k")], indirect=True)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flowcheck import __version__
+from flowcheck.ask.logs import FILE as LOG_FILE
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.node.api.guard import REWIND
@@ -38,15 +39,19 @@ _DIVERGED = {
 _MORE = {
     "statuses": {"const": "own", "description": "What is said of a version is of that version alone."},
     "diverged": _DIVERGED,
+    "later": {"type": "array", "items": _OFFER, "description": "As `versions`, of tiers that the first release does not"
+                                                               " know: bases of journals, and logs."},
 }
 _ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcdpjs][0-9a-f]{31}$"}}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcdpjsl][0-9a-f]{31}$"}}
 _PIECE = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^r[0-9a-f]{31}$"}}
 _RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
 _RELEASE = {"name": "release", "in": "query", "schema": {"type": "string"},
             "description": "Nothing else of it is wanted: if it was pinned for this alone, it is let go again."}
 _STEP = {"name": "step", "in": "query", "schema": {"type": "integer", "minimum": 0},
          "description": "Also what can be made of this step: it is made when its manifest is asked for."}
+_LOG_STEP = {"name": "step", "in": "query", "schema": {"type": "integer", "minimum": 0},
+             "description": "Of a log: which of its steps."}
 _RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
 _USER = {
     "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
@@ -74,6 +79,7 @@ _JOURNALS = {"journals": {"type": "array", "items": {
 _AGE = {
     "age_steps": {"type": ["integer", "null"], "description": "Steps that the trainers are known to have made since."},
     "age_seconds": {"type": ["number", "null"], "description": "Since it was published."},
+    "oldest": {"type": ["integer", "null"], "description": "Of a log: the oldest step that can be made of it."},
 }
 _STREAM = {"type": "object", "required": ["id", "number", "mark", "nbytes", "sha256"], "properties": {
     "id": {"type": "string"}, "number": {"type": "integer"}, "mark": {"type": "string"}, "nbytes": {"type": "integer"},
@@ -165,8 +171,11 @@ def _versions() -> dict[str, Any]:
         f"/v1/versions/{{id}}/{OPTIMIZER}": file,
         "/v1/versions/{id}/user/{rank}": _get(
             "What a rank gave of itself: a safetensors file, whole.",
-            {"200": _answer("The file.", _BYTES, "application/octet-stream"), **_lost()}, [_ID, _RANK],
+            {"200": _answer("The file.", _BYTES, "application/octet-stream"), **_lost()}, [_ID, _RANK, _LOG_STEP],
         ),
+        f"/v1/versions/{{id}}/{LOG_FILE}": {**file, "get": {
+            **file["get"], "summary": "Base and entries of a log, for the trainers who make its steps again.",
+        }},
     }
 
 

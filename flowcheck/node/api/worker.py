@@ -25,7 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowcheck.ask.client import NodeClient
-from flowcheck.ask.offer import COPY, DISK, JOURNAL, MEMORY, PARITY, STORE
+from flowcheck.ask.offer import COPY, DISK, JOURNAL, LOG, MEMORY, PARITY, STORE
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.control.proof import Proven
 from flowcheck.control.tls import client_context, server_context
@@ -42,6 +42,7 @@ from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.tokens import vouched
 from flowcheck.node.versions.divergences import Notices
 from flowcheck.node.versions.holdings import DiskShelf, MemoryShelf, Shelf
+from flowcheck.node.versions.journal.log_shelf import LogShelf
 from flowcheck.node.versions.journal.shelf import JournalShelf
 
 __all__ = ["main", "serve", "server_of"]
@@ -219,6 +220,8 @@ def _shelves(said: ApiSettings, settings: _Settings) -> tuple[dict[str, Shelf], 
         shelves[COPY] = DiskShelf(said.copies, tier=COPY, needs=needs)
     if said.follows:
         shelves[DISK] = DiskShelf(said.checkpoints, needs=needs)
+    if said.journals is not None:
+        shelves[LOG] = LogShelf(said.journals, needs=needs)
     if (parity := said.parity) is not None:
         tls, others = client_context(parity.ca) if parity.ca else None, parity.others
         placed = Placed(parity.placement, said.node) if others is None else lambda: others

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.job.model import Job
+from flowcheck.job.model import LOG, Job
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.recipe import replica_bytes
@@ -55,14 +55,18 @@ def split(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     return parameters, state
 
 
-def check_job(job: Job, run: tuple[str, int, int]) -> None:
-    """Raises UserError if the manifest is not of this run (id, epoch, ranks), or leaves nothing to do."""
+def check_job(job: Job, run: tuple[str, int, int], journal: bool) -> None:
+    """journal: does the node keep one? Raises UserError if the manifest is not of this run (id, epoch, ranks), or
+    leaves nothing to do."""
     if (job.run_id, job.epoch, job.communicator.ranks) != run:
         raise UserError(
             f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"
             f" {run[0]!r}, {run[1]}, {run[2]}", where="manifest",
         )
-    if job.optimizer is None:
+    if job.kind == LOG and not journal:
+        raise UserError("the job is to be kept as a log, and this node keeps no journal", where="manifest: kind",
+                        remedy="[journal] in the node's settings (docs/use/log.md)")
+    if job.optimizer is None and job.kind != LOG:
         raise UserError("the manifest names no optimizer: there is nothing to keep versions of", where="manifest")
 
 
@@ -91,13 +95,16 @@ def check_memory(plan: JobPlan, settings: ReplicaSettings, journal: bool = False
     if plan.job.optimizer is not None:
         kept = replica_bytes(plan.job, settings.slots)
         what = f"{settings.slots} slots of parameters and optimizer state"
+    elif plan.job.kind == LOG:
+        kept, what = 0, "no replica"
     else:
         kept, what = SETS * gradients, f"{SETS} sets of parameters"
+    of = "gradients" if plan.job.optimizer is not None or plan.job.kind == LOG else "them"
+    staged = f", {STAGED} more on their way into the journal" if journal else ""
     most = kept + plan.engine.arenas * (gradients + gradients // 64) + STAGED * journal * gradients
     if most > settings.memory_mb << 20:
         raise UserError(
-            f"the job takes {-(-most >> 20)} MiB ({what}, {plan.engine.arenas} iterations of"
-            f" {'gradients' if plan.job.optimizer is not None else 'them'}"
-            f"{f', {STAGED} more on their way into the journal' if journal else ''})", where="replica.memory_mb",
+            f"the job takes {-(-most >> 20)} MiB ({what}, {plan.engine.arenas} iterations of {of}{staged})",
+            where="replica.memory_mb",
             remedy=f"set it to {-(-most >> 20)} or more (it is {settings.memory_mb}), or use fewer slots or arenas",
         )

@@ -20,6 +20,7 @@ import torch
 
 from flowcheck.control.protocol import (
     PATCH_BYTES,
+    Base,
     Bye,
     Flows,
     Hello,
@@ -39,6 +40,7 @@ from flowcheck.control.protocol import (
 from flowcheck.control.tensors import TensorSpec, unpack
 from flowcheck.control.user_state import USER_BYTES, seal_of
 from flowcheck.errors import FlowcheckError
+from flowcheck.job.model import LOG
 from flowcheck.node.groups.inbox import TEXT_WEIGHT
 from flowcheck.node.groups.intake import Intake
 from flowcheck.node.groups.members import Inbound, RankSession
@@ -49,6 +51,7 @@ __all__ = ["TEXT", "Connection", "FinalRefusal", "payload_specs"]
 TEXT = 16 << 20  # largest message of a known trainer: the manifest of a large job
 HEADERS = 1 << 20  # of a payload's tensors, plus 200 bytes for each
 OUTBOX = 256
+BASE_PART = 8 << 20  # bytes of a part of a base
 STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
 
@@ -137,7 +140,7 @@ class Connection:
             if error.what == "connection closed":
                 return False
             raise
-        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | UserHead | Notice | Members
+        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | UserHead | Base | Notice | Members
                           | Bye):
             raise RecordsError(f"a {type(message).__name__} from a trainer", where=self._link.peer)
         tensors: Mapping[str, torch.Tensor] = {}
@@ -155,6 +158,8 @@ class Connection:
                     message = User(message.iteration, message.rank)
                 seal_of(data, f"{self._link.peer}: User")
                 self._user = data
+            elif isinstance(message, Base):
+                data = bytes(self._link.payload(size))
             elif size:
                 specs = payload_specs(group.plan, message)
                 where = f"{self._link.peer}: {type(message).__name__}"
@@ -185,8 +190,9 @@ class Connection:
             sizes[name] = sum(spec.nbytes for spec in specs.values()) + HEADERS + 200 * len(specs) if specs else 0
         sizes["user"] = sizes["userhead"] = USER_BYTES
         sizes["patch"] = min(sizes["state"], PATCH_BYTES + HEADERS + 200 * len(payload_specs(plan, State(0))))
+        sizes["base"] = BASE_PART if plan.job.kind == LOG else 0
         if self._hello.rank != 0:
-            del sizes["state"]
+            del sizes["state"], sizes["base"]
         return Limits(TEXT, sizes, 30.0)
 
     def _send(self, message: Any) -> None:

@@ -7,6 +7,7 @@
     first.go_on()                                   begin by ranges, now
     first.state(message, tensors)                   a state: announced (no tensors yet), then here
     first.lost(why), first.silent(why)              versions have ended; the mirror brings nothing
+    first.base(message, data)                       of a log: a part of a base
 
 When a trainer may be asked again, and for what: state_requests.py. The group's thread.
 """
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flowcheck.control.protocol import Joined, State, Wanted
+from flowcheck.control.protocol import Base, Joined, State, Wanted
 from flowcheck.errors import UserError
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.checks import split
@@ -31,6 +32,8 @@ from flowcheck.node.groups.session import LiveSession
 from flowcheck.node.groups.state_requests import Asking
 from flowcheck.node.ports.silence import Arrivals
 from flowcheck.node.versions.group_versions import GroupVersions
+from flowcheck.node.versions.journal.log_folder import About
+from flowcheck.node.versions.journal.logbook import LogBook
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.follower import StateTooLate
 
@@ -48,6 +51,7 @@ class FirstState:
         self._versions, self._publisher, self._tell, self._say = versions, publisher, tell, say
         self._resync: Resync | None = None  # of the session
         self._due = False  # the session is to begin by ranges
+        self._book: LogBook | None = None  # of a session that is a log
         self._asking = self._new_asking()
 
     @property
@@ -60,7 +64,12 @@ class FirstState:
     def begin(self, resync: Resync, left: Path | None) -> None:
         """left: the replica that an earlier process left of this start of the job. Raises FlowcheckError."""
         self._resync = resync
-        if resync.by_ranges:
+        session = self._group.session
+        if session is not None and session.log is not None:
+            self._book = self._new_book(session)
+            self._tell(Wanted([], ""))
+            self._joined(session)
+        elif resync.by_ranges:
             self._asking = self._new_asking(self._go_on_soon)
             self.go_on(left)
         else:
@@ -81,7 +90,7 @@ class FirstState:
 
     def come_back(self, session: LiveSession) -> None:
         """A trainer said its job again, which is followed."""
-        if self.by_ranges:
+        if self.by_ranges or session.log is not None:
             self._joined(session)  # its records are all that may be missing
         else:
             self._asking.ask("the trainer has come back")
@@ -90,7 +99,22 @@ class FirstState:
         number = session.clock.first if session.next is None else session.clock.number(session.next)
         self._tell(Joined(number))
 
+    def base(self, message: Base, data: bytes) -> None:
+        """A part of a base. Raises UserError: it is not one that was asked for."""
+        if self._book is None:
+            raise UserError("a base comes from rank 0, of a job of which a log is kept", where="base")
+        self._book.take(message, data)
+
+    @property
+    def users(self) -> Path | None:
+        """Next to which the own states of ranks are kept, of a log; None: next to a replica."""
+        return self._book.users if self._book is not None else None
+
     def tick(self) -> bool:
+        session = self._group.session
+        if self._book is not None and session is not None:
+            self._book.look(None if session.next is None else session.clock.number(session.next))
+            return False
         self._asking.again()
         due, self._due = self._due, False
         return due
@@ -130,6 +154,9 @@ class FirstState:
 
     def lost(self, why: str, final: bool) -> None:
         """final: the job is not to be followed any more."""
+        session = self._group.session
+        if session is not None and session.log is not None:
+            return  # the next record begins it again
         if not self.by_ranges:
             self._asking.by_state()
         if not final:
@@ -141,8 +168,21 @@ class FirstState:
     def dropped(self) -> None:
         """The session is gone, and nothing is wanted for it."""
         self._resync, self._due = None, False
+        if self._book is not None:
+            self._book.close()
+        self._book = None
         self._asking = self._new_asking()
         self._ranks.forget_notice()
+
+    def _new_book(self, session: LiveSession) -> LogBook:
+        """Raises UserError."""
+        job, keeper = session.plan.job, self._versions.journal.keeper
+        if keeper is None:
+            raise UserError("the job is to be kept as a log, and the journal has no room for it", where="journal",
+                            remedy="more journal.megabytes: the node's event `problem` says how many")
+        about = About(job.run_id, job.epoch, self._group.name, session.job_start, session.clock.first,
+                      keeper.job.plan, keeper.job.body)
+        return LogBook(keeper, about, self._tell, self._say)
 
     def _new_asking(self, begin: Callable[[], None] | None = None) -> Asking:
         return Asking(self._tell, self._say, self._dropped, begin, self._group.now)

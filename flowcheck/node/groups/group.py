@@ -104,7 +104,7 @@ class Group(Generic[FeedT]):
         self.intake: FeedT = intake_of(self)
 
     def start(self) -> None:
-        """Raises RuntimeError: there is no thread to be had."""
+        """Raises RuntimeError: a thread cannot be had."""
         self.intake.start()
         self._thread.start()
 

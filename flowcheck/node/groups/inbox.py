@@ -50,7 +50,7 @@ class Inbox:
         return {"bytes": self.held, "most": self.most, "held_up": self.held_up}
 
     def enter(self, member: RankSession, size: int, over: Callable[[], bool]) -> None:
-        """over: has the connection been closed? Raises RecordsError: there is no room."""
+        """over: has the connection been closed? Raises RecordsError: the inbox is full."""
         with self._changed:
             if self._take(member, size):
                 return

@@ -29,8 +29,9 @@ from flowcheck.node.groups.unfollowed import Unfollowed
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.ports.silence import Arrivals
 from flowcheck.node.versions.group_versions import GroupVersions
+from flowcheck.node.versions.journal.log_shelf import logs_here
 from flowcheck.node.versions.runs import start_of
-from flowcheck.node.versions.starts import Coming, versions_here
+from flowcheck.node.versions.starts import Coming, Seen, versions_here
 from flowcheck.rebuild.plan import JobPlan, plan_job
 
 __all__ = ["Planned", "Planning"]
@@ -83,7 +84,7 @@ class Planning:
         """Raises FlowcheckError: the job cannot be followed here."""
         first = said.manifest.first
         job = job_from_dict(body, where="manifest")
-        check_job(job, said.run)
+        check_job(job, said.run, self._config.journal is not None)
         start = start_of(body, said.run, first, said.instance)
         left = self._versions.standing.left(start)
         job.run_id = job.run_id or (left.run_id if left is not None else said.own_id)
@@ -100,7 +101,7 @@ class Planning:
         line = theirs.line if theirs is not None else said.instance or f"{self._name} {ranks.start}"
         begins = theirs.first if theirs is not None else said.manifest.first
         coming = self._coming = Coming(job.run_id, job.epoch, begins, line, start)
-        epoch = self._common.number(coming, versions_here(self._config, job.run_id))
+        epoch = self._common.number(coming, self._here(job.run_id))
         before = ranks.epoch.epoch if ranks.epoch is not None else job.epoch
         if epoch != before:
             why = (f"another start of run {job.run_id!r} has made versions, of step {begins} or later of"
@@ -108,6 +109,11 @@ class Planning:
             self._say("numbered", run_id=job.run_id, epoch=epoch, said=job.epoch, first=begins, why=why)
             ranks.tell(Epoch(epoch, why))
         return epoch
+
+    def _here(self, run_id: str) -> list[Seen]:
+        """Versions of a run, and steps that can be made of its logs."""
+        seen = versions_here(self._config, run_id)
+        return [*seen, *logs_here(self._config.journals, run_id)] if self._config.journals is not None else seen
 
     def is_outnumbered(self, epoch: int) -> bool:
         """epoch: under which the start that was planned last is followed here."""

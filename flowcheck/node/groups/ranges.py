@@ -1,7 +1,7 @@
 """Asking trainers for the state of elements whose gradients were lost, and falling back where they cannot give it.
 
     resync = Resync(settings, plan, members)
-    resync.how                                 what the job is healed by: "ranges", or "state" and why
+    resync.how                                 what a job is healed by: "ranges", or "state" and why; "log": by nothing
     resync.by_ranges                           the first of these, and no trainer has refused
     for event in resync.look(repair): ...      at every turn: ask for what is stale
     resync.take(repair, rank, message, ...)    a rank has answered
@@ -19,6 +19,7 @@ import torch
 
 from flowcheck.control.protocol import Patch as Answer
 from flowcheck.control.protocol import Ranges
+from flowcheck.job.model import LOG
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.node.groups.checks import split
 from flowcheck.node.groups.members import RankSession
@@ -91,6 +92,8 @@ def wished(settings: ReplicaSettings) -> str:
 
 
 def _how(settings: ReplicaSettings, plan: JobPlan) -> str:
+    if plan.job.kind == LOG:
+        return LOG
     if settings.resync != "ranges":
         return settings.resync
     if settings.slots < SLOTS:

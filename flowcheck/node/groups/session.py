@@ -24,6 +24,7 @@ from parser.placers import Placers
 
 from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
+from flowcheck.job.model import LOG
 from flowcheck.node.config.telemetry import Telemetry
 from flowcheck.node.groups.move_detector import Movement
 from flowcheck.node.groups.ranges import Resync
@@ -37,6 +38,7 @@ from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.events import Closed, Event, GradientsMeasured, Resumed
 from flowcheck.rebuild.version.follower import Follower
 from flowcheck.rebuild.version.joining import Joining
+from flowcheck.rebuild.version.log_repair import LogRepair
 from flowcheck.rebuild.version.overload import Overload
 from flowcheck.rebuild.version.peer_repair import PeerRepair, Peers
 from flowcheck.rebuild.version.policy import Policy
@@ -82,12 +84,15 @@ class LiveSession:
             self._measured.on_end = lambda iteration: self.follower.keeper.note("measured", iteration + 1)
         self._peers = PeerRepair(self.follower, self.arenas, peers)
         self.joining: Joining | None = None
-        if patched:
+        self.log = LogRepair(self.follower) if plan.job.kind == LOG else None
+        if self.log is not None:
+            self.follower.repairs.append(self.log)
+        elif patched:
             ranges = RangeRepair(self.follower)
             self.follower.repairs.append(ranges)
             self.joining = Joining(self.follower, ranges, self._peers)
         self.follower.repairs.append(self._peers)
-        self._slots, self._threads, self._job_start = slots, threads, job_start
+        self._slots, self._threads, self.job_start = slots, threads, job_start
         self._resync, self._catching = resync, catching
         engine, scheduler = self.arenas.engine, self.arenas.scheduler
         self._silence = Silence(plan, engine, port, self.clock, now)
@@ -104,6 +109,8 @@ class LiveSession:
         said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers,
                           record.sample)
         begun = self.joining.record(record.iteration, rank) if self.joining is not None else []
+        if self.log is not None:
+            begun = self.log.record(record.iteration)
         return begun + self.follower.keep_record(record.iteration, said, rank)
 
     def patch(self, rank: int, message: Patch, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -159,7 +166,7 @@ class LiveSession:
         yield from self.joining.begin_from(replica, whole=taken_up and not replica.said)
 
     def _new_replica(self, path: Path | None) -> JobReplica:
-        return JobReplica(self.plan, None, ReplicaOptions(self._slots, path, self._threads, True, self._job_start))
+        return JobReplica(self.plan, None, ReplicaOptions(self._slots, path, self._threads, True, self.job_start))
 
     def _taken_up(self, left: Path) -> JobReplica | None:
         """None: it is not what this session would have made."""

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowcheck.node.config.telemetry import Telemetry as Settings
-from flowcheck.node.status.telemetry_files import Files, Row
+from flowcheck.node.status.telemetry_files import Files, Row, Settings
 from flowcheck.rebuild.iteration.measuring import Measured
 from updater.measure import Found
 

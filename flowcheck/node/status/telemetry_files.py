@@ -18,12 +18,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol
 
 from flowcheck.durable import make_directory, private, reporting
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node.config.telemetry import Telemetry
 
-__all__ = ["COLUMNS", "Files", "Row"]
+__all__ = ["COLUMNS", "Files", "Row", "Settings"]
 
 COLUMNS = ("time", "iteration", "tensor", "elements", "norm", "largest", "zeros", "nan", "infinity", "first_nan",
            "first_infinity", "update_ratio")
@@ -33,10 +33,23 @@ END_SECONDS = 5.0
 FULL = "gradients-{:06}.csv"
 
 
+class Settings(Protocol):
+    """[telemetry], as far as it is needed here (config/telemetry.py)."""
+
+    @property
+    def directory(self) -> Path | None: ...
+    @property
+    def series(self) -> int: ...
+    @property
+    def file_mb(self) -> int: ...
+    @property
+    def files(self) -> int: ...
+
+
 class Files:
     """One thread writes, and alone waits for the disk."""
 
-    def __init__(self, settings: Telemetry, say: Callable[..., None]) -> None:
+    def __init__(self, settings: Settings, say: Callable[..., None]) -> None:
         assert settings.directory is not None
         self._directory, self._most, self._kept = settings.directory, settings.file_mb << 20, settings.files
         self._say = say

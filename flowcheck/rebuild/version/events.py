@@ -17,8 +17,9 @@ from flowcheck.rebuild.iteration.verdict import Clause
 from flowcheck.rebuild.version.building import Built
 
 __all__ = [
-    "Asked", "Begun", "Behind", "CaughtUp", "Closed", "Event", "FromPeers", "GivenUp", "GradientsMeasured", "Held",
-    "Lost", "NotCaughtUp", "OnTime", "Patched", "Read", "Resumed", "Skipped", "TakenUp", "Timed", "Waiting", "closed",
+    "Asked", "Begun", "Behind", "Broken", "CaughtUp", "Closed", "Event", "FromPeers", "GivenUp", "GradientsMeasured",
+    "Held", "Lost", "NotCaughtUp", "OnTime", "Patched", "Read", "Resumed", "Skipped", "TakenUp", "Timed", "Waiting",
+    "closed",
 ]
 
 
@@ -96,6 +97,16 @@ class Lost(Event):
     withdrawn: bool = False
     diverged: int | None = None
     apart: bool = False
+
+
+@dataclass(frozen=True)
+class Broken(Event):
+    """The log of a job has a hole: iterations from `first` to `last` are not in it. What comes after them needs a base
+    that is newer."""
+
+    first: int
+    last: int
+    why: str
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from flowcheck.control.protocol import Link
 from flowcheck.trainer.connection.framed import Payload
-from flowcheck.trainer.ranges import Copies
+from flowcheck.trainer.copies import Copies
 
 __all__ = ["OPENING", "QUEUE", "REST", "Backlog", "Fill", "Waiting"]
 

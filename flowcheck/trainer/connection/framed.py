@@ -19,7 +19,7 @@ import torch
 
 from flowcheck.control.link import dumps, frame
 from flowcheck.control.tensors import packed
-from flowcheck.trainer.ranges import Copies
+from flowcheck.trainer.copies import Copies
 from flowcheck.trainer.unchanged import Unchanged
 
 __all__ = ["Frames", "Payload", "pieces", "user", "user_head"]

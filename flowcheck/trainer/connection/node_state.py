@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from flowcheck.control.protocol import Epoch, Joined, Notice, Progress, Wanted
+from flowcheck.control.protocol import BaseWanted, Epoch, Joined, Notice, Progress, Wanted
 from flowcheck.trainer.connection.reasons import Reasons
 
 __all__ = ["Heard", "NodeState"]
 
-Heard = Wanted | Joined | Notice | Epoch | Progress  # which change nothing but this
+Heard = Wanted | Joined | Notice | Epoch | BaseWanted | Progress  # which change nothing but this
 
 
 class NodeState:
@@ -27,6 +27,7 @@ class NodeState:
     takes_user: the node keeps what ranks give of themselves; takes_head: as UserHead, too; takes_notice: it hears why
         a job is not known.
     epoch: that versions of this start have there, where it is another than the one said; None: it is not.
+    base_steps: boundaries over which it wants a base, 0: it wants none.
     final: the node does not take this run any more, and is not tried again.
     iteration, status: of the node's newest version, -1: none yet."""
 
@@ -37,12 +38,14 @@ class NodeState:
         self.notice = ""
         self.by_ranges = False
         self.takes_user = self.takes_head = self.takes_notice = False
+        self.base_steps = 0
         self.epoch: int | None = None
         self.final = False
         self.iteration, self.status = -1, ""
 
     def give_up(self) -> None:
         self.wanted, self.joined, self.pledged = frozenset(), None, None
+        self.base_steps = 0
 
     def disconnected(self) -> None:
         self.give_up()
@@ -71,6 +74,8 @@ class NodeState:
                 reasons.say(message.why)
             elif here() and reasons.why == before:
                 reasons.why = ""  # what else has been said meanwhile stays
+        elif isinstance(message, BaseWanted):
+            self.base_steps = message.steps
         elif isinstance(message, Epoch):
             if message.epoch != self.epoch and message.why:
                 reasons.log(message.why)

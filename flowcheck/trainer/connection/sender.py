@@ -42,7 +42,8 @@ from flowcheck.trainer.connection.node_state import Heard, NodeState
 from flowcheck.trainer.connection.outlet import Outlet
 from flowcheck.trainer.connection.range_requests import RangeRequests
 from flowcheck.trainer.connection.reasons import Reasons
-from flowcheck.trainer.ranges import Copies, Wish
+from flowcheck.trainer.copies import Copies
+from flowcheck.trainer.ranges import Wish
 from flowcheck.trainer.starts import Identity
 
 __all__ = ["Sender"]

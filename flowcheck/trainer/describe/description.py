@@ -3,7 +3,6 @@
     entries(model, optimizer)       what is optimized, constant, a buffer or tied, in state_dict order
     Watch(...).look()               at each boundary of iterations: the manifest, once the calls repeat
     Watch(...).again(iteration)     at each boundary after that: they still do, or else what is odd
-    check_gradients(model, ...)     before each optimizer step: it steps what the manifest says
 
 A model is a Part, or a DDP model, which is one. DDP announces its final buckets in the second forward, so the first
 iterations are only watched. What one iteration calls is the difference between two looks at the communicator's list of
@@ -18,22 +17,19 @@ torch and the standard library. Raises UserError for what no replica could follo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import repeat, takewhile
-from operator import attrgetter, is_
+from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from flowcheck.control.numbers import is_numpy, plain
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import (
-    NARROW,
+    LOG,
+    REPLICA,
     Bucket,
     Buckets,
     Collective,
@@ -47,56 +43,24 @@ from flowcheck.job.model import (
     carries,
     unwritable,
 )
+from flowcheck.trainer.describe.described import Model, group_options, stepping
 from flowcheck.trainer.describe.extra import unproven
 from flowcheck.trainer.describe.parts import Ddp, Layout, Part, local, stepped
-from flowcheck.trainer.describe.rounding import check_fused, corrections_of, rounding_of
-from flowcheck.trainer.describe.wrapped import refuse_model, refuse_optimizer
+from flowcheck.trainer.describe.wrapped import refuse_model
 
-__all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
+__all__ = ["Watch", "entries"]
 
-_CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
-_OPTIONS = {
-    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    "adam": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
-    "adamw": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
-}
-_RAW = {"sgd": ("lr", "momentum", "weight_decay"), "adam": ("eps", "weight_decay"), "adamw": ("eps",)}
 KINDS_SHOWN = 8  # calls of an iteration that are looked at for a message
 CALLS = 65536  # a longer history is not kept: attach earlier
-_grad = attrgetter("grad")
 
 
 def _refuse(what: str, where: str, remedy: str) -> UserError:
     return UserError(what, where=where, remedy=remedy)
 
 
-@dataclass(frozen=True)
-class Model:
-    """entries: of the state_dict. names: id of an optimized parameter -> its entry. groups: per parameter group the
-    entries that are optimized, None for one without any. threads: torch's, where parameters have 16 bits (whose bits
-    depend on it), otherwise 0. corrections: as job.Optimizer has them. extra: entries that are no tensors of the model
-    (extra.py)."""
-
-    entries: list[ModelEntry]
-    names: Mapping[int, str]
-    groups: list[list[str] | None]
-    optimizer: str
-    rounding: tuple[str, str]
-    threads: int = 0
-    corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-
-    @cached_property
-    def buffers(self) -> list[str]:
-        return [entry.name for entry in self.entries if entry.kind == "buffer"]
-
-
-def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimizer) -> Model:
-    """Class every entry. Raises UserError naming the entry that cannot be followed bit for bit."""
-    kind = _CLASSES.get(type(optimizer))
-    if kind is None:
-        refuse_optimizer(optimizer)
-        raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer", "torch.optim's SGD, Adam or AdamW")
+def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimizer, kind: str = REPLICA) -> Model:
+    """Class every entry. kind: of versions (Job.kind). Raises UserError naming the entry that cannot be followed bit
+    for bit."""
     part = _part(model)
     steps = {id(p) for group in optimizer.param_groups for p in group["params"] if stepped(p)}
     out: list[ModelEntry] = []
@@ -134,13 +98,7 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
             raise _refuse(f"has no {name}, whose gradient {part.by} reduces", "optimizer",
                           f"one optimizer for all; requires_grad_(False) before {part.by} for what stays as it is")
     groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
-    rounding = rounding_of(optimizer)
-    narrow = [one for one in out if one.kind == "optimized" and one.dtype in NARROW]
-    if narrow:
-        _check_narrow(narrow[0], optimizer, rounding[0])
-    corrections = corrections_of(optimizer) if rounding[0] == "torch-cuda-fused" else {}
-    return Model(out, names, groups, kind, rounding, torch.get_num_threads() if narrow else 0, corrections,
-                 tuple(part.extra()))
+    return Model(out, names, groups, stepping(optimizer, out, names, kind), tuple(part.extra()))
 
 
 def _part(model: DistributedDataParallel | Part) -> Part:
@@ -157,88 +115,6 @@ def _check_parameter(name: str, value: torch.Tensor) -> None:
         raise _refuse(f"is optimized in {value.dtype}", where, "keep parameters in float32 and use autocast")
     if not local(value).is_contiguous():
         raise _refuse("is not in row-major order, and so is its gradient", where, "do not use channels_last")
-
-
-def _check_narrow(entry: ModelEntry, optimizer: torch.optim.Optimizer, rounding: str) -> None:
-    """16-bit parameters, which the optimizer steps as they are: that has kernels for torch's loop on a CPU alone."""
-    if rounding != "torch-cpu":
-        raise _refuse(f"is optimized in {entry.dtype} without fp32 masters, in the order {rounding}",
-                      f"state_dict: {entry.name}", "keep parameters in float32 and use autocast")
-    for group in optimizer.param_groups:
-        if group.get("foreach"):
-            raise _refuse(f"has foreach=True, which rounds {entry.dtype} parameters in an order of its own",
-                          "optimizer", "leave foreach out")
-        for parameter in group["params"]:
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if key != "step" and isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
-                    raise _refuse(f"holds {key} in {value.dtype} of a parameter in {parameter.dtype}", "optimizer",
-                                  "states of the parameters' type, as torch makes them")
-
-
-def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Hyper-parameters of every group that optimizes something, as plain numbers. Raises UserError if they are none,
-    or if the groups are no longer those that the job was described with."""
-    if len(optimizer.param_groups) != len(model.groups):
-        raise _refuse(f"has {len(optimizer.param_groups)} parameter groups, and had {len(model.groups)}", "optimizer",
-                      "attach anew after changing them")
-    keys = _OPTIONS[model.optimizer]
-    return [
-        {key: _plain(group[key], key, _raw(model.optimizer, group)) for key in keys if key in group}
-        for group, names in zip(optimizer.param_groups, model.groups, strict=True) if names is not None
-    ]
-
-
-def check_gradients(model: Model, optimizer: torch.optim.Optimizer, all_there: bool = False) -> None:
-    """Call before an optimizer step. Raises UserError if it would leave a parameter alone that the manifest has as
-    optimized (torch skips one without a gradient, although DDP's bucket carries zeros for it: static_graph), or step
-    one that the manifest has as constant. In 16 bits, and fused on a GPU, also if its bits would no longer be those of
-    the manifest. all_there: all parameters of the optimizer are known to be optimized, and to have a gradient."""
-    if model.corrections:
-        check_fused(optimizer, model.corrections)
-    if model.threads and torch.get_num_threads() != model.threads:
-        raise _refuse(f"torch has {torch.get_num_threads()} threads, and had {model.threads}: 16-bit parameters are"
-                      " rounded otherwise", "optimizer", "set_num_threads() before attaching")
-    if all_there and not model.threads:
-        return
-    for number, group in enumerate(optimizer.param_groups):
-        held = group["params"]
-        if not model.threads and all(map(model.names.__contains__, map(id, held))) and (
-            not any(map(is_, map(_grad, held), repeat(None)))
-        ):
-            continue  # the same, of hundreds of parameters in microseconds
-        for parameter in held:
-            if (parameter.grad is None) == (id(parameter) in model.names):
-                name = model.names.get(id(parameter), f"one of shape {tuple(parameter.shape)}, group {number}")
-                what = "has no gradient" if parameter.grad is None else "has a gradient and had requires_grad off"
-                raise _refuse(f"parameter {name} {what}", "optimizer",
-                              "give the optimizer the parameters that every iteration trains, and attach anew")
-            if model.threads and parameter.grad is not None and not local(parameter.grad).is_contiguous():
-                raise _refuse(f"the gradient of {model.names[id(parameter)]} is not in row-major order, which rounds"
-                              " 16-bit parameters otherwise", "optimizer", "gradients in their parameters' order")
-
-
-def _raw(optimizer: str, group: Mapping[str, Any]) -> Collection[str]:
-    """Options that torch hands on to its kernels as they are, each of which takes the double of the same value. With
-    the others it computes in Python before that."""
-    if group.get("fused"):
-        return _OPTIONS[optimizer]
-    return _RAW[optimizer] if not group.get("decoupled_weight_decay") else _RAW["adamw"]
-
-
-def _plain(value: Any, key: str, raw: Collection[str]) -> Any:
-    """Python's own numbers, and numpy's where torch computes with the same double: with a float32 numpy itself would
-    round otherwise than here, and so would torch with a tensor."""
-    if type(value) in (float, int, bool) and math.isfinite(value):
-        return value
-    numbers = list(map(plain, value)) if isinstance(value, tuple) else [plain(value)]
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise _refuse(f"{key} is {value!r}", "optimizer", "finite Python numbers")
-    for given in value if isinstance(value, tuple) else (value,):
-        if is_numpy(given) and given.dtype.kind != "b" and (given.dtype.kind == "u" or (
-                key not in raw and not isinstance(given * 0.5, float))):
-            raise _refuse(f"{key} is {given!r}, with which numpy computes otherwise than Python with the same value",
-                          "optimizer", f"float({key})")
-    return numbers if isinstance(value, tuple) else numbers[0]
 
 
 def _named(call: dict[str, Any]) -> str:
@@ -377,9 +253,6 @@ class Watch:
         self, startup: list[dict[str, Any]], steady: list[Collective], buckets: list[Bucket], dtype: str
     ) -> Job:
         described = self._described
-        rounding, version = described.rounding
-        options = group_options(described, self._optimizer)
-        groups = [names for names in described.groups if names is not None]
         before = [Collective(**call) for call in startup]
         for call in before:
             call.carries = "other"
@@ -389,11 +262,18 @@ class Watch:
             communicator=Communicator(**self._communicator()), flows=[],
             collectives=Collectives(before, once, [], steady), buckets=Buckets([], buckets),
             model=described.entries, gradients=Gradients(dtype, self._part.divisor),
-            optimizer=Optimizer(
-                described.optimizer, [ParameterGroup(n, o) for n, o in zip(groups, options, strict=True)], rounding,
-                version, "none" if described.threads else "", described.threads,
-                {beta: dict(steps) for beta, steps in described.corrections.items()},
-            ),
+            optimizer=_stepped_by(described, self._optimizer), kind=described.stepping.kind,
             step_values=["lr", *(["buffers"] if described.buffers else [])], unproven=unproven(described.extra),
         )
         return job_from_dict(job.to_dict(), where="the live job")
+
+
+def _stepped_by(described: Model, optimizer: torch.optim.Optimizer) -> Optimizer | None:
+    """None: nobody but the trainer can say how."""
+    how = described.stepping
+    if how.kind == LOG:
+        return None
+    named = [names for names in described.groups if names is not None]
+    groups = [ParameterGroup(*one) for one in zip(named, group_options(described, optimizer), strict=True)]
+    return Optimizer(how.name, groups, *how.rounding, "none" if how.threads else "", how.threads,
+                     {beta: dict(steps) for beta, steps in how.corrections.items()})

@@ -18,7 +18,7 @@ torch and the standard library. `take`: the training thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,13 @@ from flowcheck.errors import UserError
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.copies import TensorCopy, copy_of, nbytes_of, on_host
 
-__all__ = ["Base", "BaseHead", "BasePiece", "Made", "Taken", "Taker"]
+__all__ = ["Base", "BaseHead", "BasePiece", "Made", "Taken", "Taker", "groups_of"]
+
+
+def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Of each group the names of those of its parameters that have one."""
+    names = {id(one): name for name, one in parameters.items()}
+    return [[names[id(one)] for one in group["params"] if id(one) in names] for group in optimizer.param_groups]
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,12 @@ class Made:
 
 @dataclass(frozen=True)
 class BaseHead:
-    """names: parameters that the base has when it is whole. others: what `optimizer.state` has under keys that are no
-    parameters (all pieces are then of one step)."""
+    """names: parameters that the base has when it is whole. groups: those of each group of the optimizer, in order.
+    others: what `optimizer.state` has under keys that are no parameters (all pieces are then of one step)."""
 
     made: Made
     names: list[str]
+    groups: list[list[str]]
     others: dict[str, Any] = field(default_factory=dict)
 
 
@@ -121,7 +128,7 @@ class Taken:
         others, *held = self._bring()
         out: list[BaseHead | BasePiece] = []
         if self._head is not None:
-            out.append(BaseHead(self._head.made, self._head.names, others))
+            out.append(replace(self._head, others=others))
         out += [BasePiece(one.name, one.step, value, state)
                 for one, (value, state) in zip(self._pieces, held, strict=True)]
         return out
@@ -174,7 +181,7 @@ class Taker:
             if type(key) is not str or not self._at_once:
                 raise UserError(f"keeps state under {key if type(key) is str else type(key).__name__!r}, which is no"
                                 " parameter", where="optimizer", remedy="a base of all parameters at once")
-        return BaseHead(Made.by(self._optimizer), list(self._parameters),
+        return BaseHead(Made.by(self._optimizer), list(self._parameters), groups_of(self._optimizer, self._parameters),
                         {key: copy_of(value, None, f"optimizer.state[{key!r}]") for key, value in others.items()})
 
     def _piece(self, name: str, state: Any, step: int) -> BasePiece:

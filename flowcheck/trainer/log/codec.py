@@ -227,7 +227,7 @@ def _fields(part: Part) -> dict[str, Any]:
                 "wire": asdict(part.wire) if part.wire else None}
     if isinstance(part, BasePiece):
         return {"name": part.name, "step": part.step, "value": part.value, "state": part.state}
-    return {"made": asdict(part.made), "names": part.names, "others": part.others}
+    return {"made": asdict(part.made), "names": part.names, "groups": part.groups, "others": part.others}
 
 
 def _record_fields(record: StepRecord) -> dict[str, Any]:
@@ -286,7 +286,8 @@ def _head(of: _Fields) -> BaseHead:
     made = _Fields(of.get("made", _named), of.where)
     by = Made(**{name: made.get(name, _text) for name in ("optimizer", "module", "version", "device", "matmul")},
               threads=made.get("threads", _count))
-    return BaseHead(by, of.get("names", _names), of.get("others", _named))
+    groups = of.get("groups", lambda one: type(one) is list and all(map(_names, one)))
+    return BaseHead(by, of.get("names", _names), groups, of.get("others", _named))
 
 
 def _piece(of: _Fields) -> BasePiece:

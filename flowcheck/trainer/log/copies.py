@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from flowcheck.control.numbers import is_numpy, plain
 from flowcheck.errors import UserError
+from flowcheck.trainer.copies import Copies
 from flowcheck.trainer.describe.parts import local
-from flowcheck.trainer.ranges import Copies
 
 __all__ = [
     "GAPS", "Place", "TensorCopy", "copy_of", "live", "nbytes_of", "on_host", "once", "spans_of", "strided",

@@ -27,10 +27,10 @@ from torch.optim import optimizer as torch_optimizer
 from flowcheck.control.checksum import begin_checksums
 from flowcheck.errors import UserError
 from flowcheck.trainer.describe.parts import local
-from flowcheck.trainer.log.base import Base, BasePiece, Made
+from flowcheck.trainer.log.base import Base, BasePiece, Made, groups_of
 from flowcheck.trainer.log.copies import live
 from flowcheck.trainer.log.record import Entry, Opaque, StepRecord, made_options, set_options
-from flowcheck.trainer.log.refusals import refused
+from flowcheck.trainer.log.refusals import coupled, refused
 from flowcheck.trainer.log.summed import summed
 
 __all__ = ["Redone", "redo"]
@@ -136,6 +136,8 @@ def _check(
         lost = sorted(parameters.keys() ^ base.pieces.keys())[0]
         where = "here" if lost in parameters else "in the base"
         raise UserError(f"{lost!r} is only {where}", where="base", remedy="the model of the job that made it")
+    in_order = bool(base.head.others or coupled(optimizer))
+    _check_groups(groups_of(optimizer, parameters), base.head.groups, in_order)
     for name, piece in base.pieces.items():
         held, value = local(parameters[name]), piece.value.tensor
         if held.shape != value.shape or held.dtype != value.dtype:
@@ -145,6 +147,22 @@ def _check(
              ("device", made.device, here.device),
              ("precision of matmul", made.matmul, here.matmul))
     return tuple(f"{what} was {was}, and is {now}" for what, was, now in pairs if was != now)
+
+
+def _check_groups(here: list[list[str]], made: list[list[str]], in_order: bool) -> None:
+    """Each group has options of its own. in_order: the optimizer adds something up over its parameters. Raises
+    UserError."""
+    if len(here) != len(made):
+        raise UserError(f"has {len(made)} parameter groups, and here are {len(here)}", where="base",
+                        remedy="the groups that the job had")
+    for number, (mine, theirs) in enumerate(zip(here, made, strict=True)):
+        if odd := sorted({*mine} ^ {*theirs}):
+            where = "here" if odd[0] in mine else "in the base"
+            raise UserError(f"group {number} has {odd[0]!r} only {where}", where="base",
+                            remedy="the groups that the job had, with the same parameters")
+        if in_order and mine != theirs:
+            raise UserError(f"group {number} has its parameters in another order", where="base",
+                            remedy="the groups that the job had, in their order")
 
 
 class _Run:

@@ -13,6 +13,7 @@ from flowcheck.errors import UserError
 from flowcheck.trainer.describe.extra import is_extra
 from flowcheck.trainer.describe.megatron import Pieces, instances, torch_optimizer
 from flowcheck.trainer.describe.parts import local
+from flowcheck.trainer.recover.logged import Logged
 from flowcheck.trainer.user import restore_rng
 
 __all__ = ["PARTS", "Recovered"]
@@ -43,6 +44,8 @@ class Recovered:
     status, unproven: as the version says of itself (docs/reference/checkpoint.md).
     source: node and tier that it came from. nbytes: received. seconds: that it took.
     passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
+    log: of a version that is kept as a log, what `load` redoes it from; then `model` and `optimizer` are empty, and
+        `status` is what was known before that. None: it is not kept so.
     """
 
     step: int
@@ -60,6 +63,7 @@ class Recovered:
     seconds: float = 0.0
     passed: tuple[str, ...] = ()
     version_epoch: int = -1
+    log: Logged | None = None
 
     def __bool__(self) -> bool:
         return bool(self.source)
@@ -102,12 +106,22 @@ class Recovered:
     def load(self, model: torch.nn.Module, optimizer: Any) -> None:
         """What `load_state_dict` of both would do, also where they hold shards (DTensors of fully_shard, pieces of
         Megatron-Core's): what came is put into this rank's part of each. Raises UserError where it is of another shape
-        or of other parameters."""
+        or of other parameters.
+
+        Of a version that is kept as a log: its base is put in place, and this optimizer makes the steps since then
+        again, which takes what they took. What comes of it is held against the trainer's newest checksum. Raises
+        EnvironmentProblem: it differs, or the log cannot be had any more. Model and optimizer are then as before."""
         given_optimizer, optimizer = optimizer, torch_optimizer(optimizer)
         for given, kind, name in ((model, torch.nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
             if not isinstance(given, kind):
                 raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
                                 remedy="recovered.load(model, optimizer)")
+        if self.log is not None:
+            self._check_extra(model.state_dict())
+            self.log.load(model, optimizer)
+            for name, value in self.model.items():
+                model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            return
         pieces = Pieces(model, given_optimizer) if instances(model) > 1 else None
         whole_state = model.state_dict() if pieces is None else pieces.entries()
         self._check_extra(whole_state)

@@ -45,6 +45,7 @@ from flowcheck.ask.torch_state import torch_state
 from flowcheck.control.start import line_in, order
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer.describe.extra import extra_of
+from flowcheck.trainer.recover.logged import Logged
 from flowcheck.trainer.recover.recovered import PARTS, Recovered
 from flowcheck.trainer.recover.statements import (
     check_no_errors,
@@ -218,6 +219,9 @@ def _get(found: Found, key: Key, into: Mapping[str, torch.Tensor], own: int | No
         return _Got(why=error.what)
     except Exception as error:  # arguments that do not fit; or a fault of ours: the others have to hear of it, too
         return _Got(wrong=error)
+    if fetched.log is not None:
+        state, why = _user(fetched, own, as_many)
+        return _Got(fetched, state=state, why_no_state=why)
     try:
         optimizer = torch_state(fetched.version.optimizer, fetched.state, fetched.version.rounding, "recover")
     except UserError as error:
@@ -300,7 +304,12 @@ def _recovered(
     got: _Got, fetched: Fetched, passed: Sequence[str], lacking: Mapping[str, str], epoch: int, own: int | None
 ) -> Recovered:
     version, state = fetched.version, got.state
-    optimizer = _as_given(got.optimizer, state.get("groups", []), "groups" not in lacking)
+    groups, log = state.get("groups", []), None
+    if fetched.log is not None:
+        optimizer = {}
+        log = Logged(fetched.log, version.step, groups if "groups" not in lacking else ())
+    else:
+        optimizer = _as_given(got.optimizer, groups, "groups" not in lacking)
     parts = {name: state[name] for name in PARTS if name in state and name not in lacking}
     extra = extra_of(state, version.shard) if "extra" not in lacking else {}
     whole = dict.fromkeys(PARTS, lacking[""]) if "" in lacking else lacking
@@ -312,7 +321,7 @@ def _recovered(
         version.step, epoch, version.run_id, version.shard, fetched.model | extra, optimizer, parts=parts,
         missing=whole, status=version.status,
         unproven=version.unproven, source=fetched.source, nbytes=fetched.nbytes, seconds=fetched.seconds,
-        passed=(*passed, *fetched.passed, *(said if own is not None else ())), version_epoch=version.epoch,
+        passed=(*passed, *fetched.passed, *(said if own is not None else ())), version_epoch=version.epoch, log=log,
     )
     _log.info("flowcheck: %s", done)
     return done

@@ -64,6 +64,7 @@ class FakeSession:
         self.poll_error: Exception | None = None
         self.record_answer, self.state_error, self.begin_error = "", None, None
         self.replica: Any = None
+        self.log: Any = None
         self.next: int | None = None
         self.serves, self.matches = -1, options.get("matches", 0)
         self.begun, self.owed = range(0), set[int]()

@@ -17,6 +17,8 @@ import torch
 
 from flowcheck.checkpoint.directory import read_step_manifest, tensor_sha256
 from flowcheck.control.checksum import checksums
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import LOG
 from flowcheck.job.sampling import state_name
 from flowcheck.node.config.capture import Capture
 from flowcheck.node.config.control import Control
@@ -52,11 +54,13 @@ def config_of(folder: Path, megabytes: int = 4, keep: int = 0, **more: Any) -> N
 class Kept(Live):
     """said: events of the group. truth: hashes of each version that was published."""
 
-    def __init__(
-        self, patch: pytest.MonkeyPatch, folder: Path, *, seed: int = 0, run: str = "run", **settings: Any
-    ) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, *, seed: int = 0, run: str = "run", epoch: int = 0,
+                 start: str = "", log: bool = False, **settings: Any) -> None:
         job = journal_job(optimizer="sgd", options={"lr": 0.1, "momentum": 0.9})
-        job.run_id = run
+        job.run_id, job.epoch = run, epoch
+        if log:
+            job.optimizer, job.kind = None, LOG
+            job = job_from_dict(job.to_dict())
         super().__init__(patch, job, folder=folder, slots=4, threads=1, first=5)
         self.lines: list[tuple[str, dict[str, Any]]] = []
         self.config = config_of(folder, **settings)
@@ -69,9 +73,9 @@ class Kept(Live):
                                    self.writer, None, common)
         self.publisher.begin()
         ranks = self.job.communicator.ranks
-        self.versions.divergences.begins((run, 0, ranks), self.job, 5, "")
-        keeping = self.versions.journal.begin(
-            self.job.to_dict(), self.session.plan, (run, 0, ranks), self.session.clock)
+        self.versions.divergences.begins((run, epoch, ranks), self.job, 5, "")
+        keeping = self.versions.journal.begin(self.job.to_dict(), self.session.plan, (run, epoch, ranks),
+                                              self.session.clock, start)
         if keeping is not None:
             self.follower.keeping = keeping
         self.truth: dict[int, Hashes] = {}
@@ -85,7 +89,7 @@ class Kept(Live):
     @property
     def folder_of_run(self) -> Folder:
         assert self.config.journals is not None
-        return folder_of(self.config.journals, "", self.job.run_id, 0)
+        return folder_of(self.config.journals, "", self.job.run_id, self.job.epoch)
 
     def take(self, events: Any) -> None:
         for event in events:

@@ -138,7 +138,7 @@ def due(role: str | None, path: str) -> set[int]:
         return {403} if role == "operator" else {200, 307, 404}
     if path == "/v1/pieces" or path.startswith("/v1/pieces/"):
         return {200, 307, 404} if role == "reader" else {403}
-    if path in ("/v1/status", "/openapi.json"):
+    if path in ("/v1/status", "/v1/rewind", "/openapi.json"):
         return {200}
     if path in ("/", "/metrics", "/v1/node"):  # 503: no node has said anything here
         return {200 if path == "/" else 503} if role in ("reader", "operator") else {403}

@@ -265,7 +265,8 @@ def given(**said: Any) -> ApiSettings:
     return ApiSettings.model_validate_json(json.dumps({
         "keys": {"k": ["reader"]}, "shown": "s", "tls": None, "node": "n", "replicas": "/r", "checkpoints": "/c",
         "cores": [], "reserved": 1, "follows": True, "shadow": 3, "copies": None, "store": None, "parity": None,
-        "socket": 11, "board": -1, "names": [], "limits": {"connections": 5, "strangers": 6, "per_address": 7},
+        "journals": None, "socket": 11, "board": -1, "names": [],
+        "limits": {"connections": 5, "strangers": 6, "per_address": 7},
     } | said))
 
 
@@ -288,8 +289,8 @@ class Process:
         self.said: ApiSettings | None = given()
         patch.setattr(answering, "begun", lambda model: self.said)
         patch.setattr(answering, "silent_output", lambda: 12)
-        for name in ("MemoryShelf", "DiskShelf", "ParityShelf", "StoreShelf", "StreamShelf", "Placed", "Glance",
-                     "NodeClient", "open_store", "client_context"):
+        for name in ("MemoryShelf", "DiskShelf", "ParityShelf", "StoreShelf", "StreamShelf", "LogShelf", "JournalShelf",
+                     "Placed", "Glance", "NodeClient", "open_store", "client_context"):
             patch.setattr(answering, name, self._maker(name))
         patch.setattr(answering, "make_app", self._app)
         patch.setattr(answering, "server_of", lambda app, tls: ("server", app, tls))
@@ -359,6 +360,15 @@ def test_the_nearest_comes_first(process: Process) -> None:
     name, (url, opens), more = found["store"]
     assert (name, url, more, opens()) == ("StoreShelf", "s3://x", {"needs": 3}, ("open_store", ("s3://x", {"a": "b"}),
                                                                                   {}))
+
+
+def test_a_node_with_journals(process: Process) -> None:
+    """A log is nearer than what is made of others, a journal is farther, and the store is last."""
+    found = process.shelves(journals="/j", cores=[4, 5], copies="/k", store={"url": "s3://x", "options": {}})
+    assert list(found) == ["memory", "copy", "disk", "log", "journal", "store"]
+    assert found["log"] == ("LogShelf", (Path("/j"),), {"needs": 3})
+    name, (directory, cores), more = found["journal"]
+    assert (name, directory, list(cores), more) == ("JournalShelf", Path("/j"), [4, 5], {"needs": 3})
 
 
 def test_a_holder_follows_nothing(process: Process) -> None:

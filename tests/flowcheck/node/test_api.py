@@ -45,6 +45,9 @@ class FakeHeld:
         self.shelf, self.offer, self.progress = shelf, one, (3, 5)
         self.coming: Future[bytes] | None = None
 
+    making = Held.making
+    under_way = Held.under_way
+
     def check(self) -> None:
         if self.shelf.gone:
             raise Gone("removed", where="x")
@@ -493,7 +496,8 @@ def test_a_manifest_that_takes_long_says_how_far_it_is(
     early, file, late = asyncio.run(asked())
     for answer in early:
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-        assert answer.json == {"why": "its tensors are being hashed: 3 of 5 bytes so far", "hashed": 3, "of": 5}
+        assert answer.json == {"why": "its tensors are being hashed: 3 of 5 bytes so far", "hashed": 3, "of": 5,
+                               "making": False}
     assert file.body == DATA and (late.status, late.json) == (200, {"step": 7}) and memory.hashing == [7]
 
 
@@ -531,6 +535,11 @@ def test_what_goes_wrong_is_said(app: Any, memory: FakeShelf, error: Any, status
     answer = get(app, f"/v1/versions/{ID}/manifest.json")
     assert (answer.status, answer.json) == (status, {"why": "w: a" if status == 503 else "a"})
     assert answer.headers.get("retry-after") == ("5" if status == 503 else None)
+
+
+def test_a_version_that_is_no_log_has_none(app: Any) -> None:
+    answer = get(app, f"/v1/versions/{ID}/log.bin")
+    assert (answer.status, answer.json) == (404, {"why": f"{ID}: is no log"})
 
 
 @pytest.mark.parametrize("id", ["m" + "0" * 31, "d" + "0" * 31, "x", "0" * 32, "..", "%2e%2e"])
@@ -711,10 +720,15 @@ def test_what_a_route_says_is_described_in_full() -> None:
         },
     }
     listed = described["paths"]["/v1/versions"]["get"]
-    assert listed["security"] == [{"reader": []}] and listed["parameters"] == []
+    assert listed["security"] == [{"reader": []}]
+    assert listed["parameters"] == [{
+        "name": "step", "in": "query", "schema": {"type": "integer", "minimum": 0},
+        "description": "Also what can be made of this step: it is made when its manifest is asked for.",
+    }]
     assert listed["responses"]["401"] == refused and listed["summary"].startswith("Every version that can be had")
     assert listed["responses"]["200"]["content"] == {"application/json": {"schema": {
-        "type": "object", "required": ["versions", "withheld", "absent", "statuses", "diverged"], "properties": {
+        "type": "object", "required": ["versions", "withheld", "absent", "statuses", "diverged", "later"],
+        "properties": {
             "versions": {"type": "array", "items": {"$ref": "#/components/schemas/Offer"}},
             "withheld": {
                 "type": "array",
@@ -728,7 +742,7 @@ def test_what_a_route_says_is_described_in_full() -> None:
         },
     }}}
     newest = described["paths"]["/v1/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert newest["required"] == ["newest", "withheld", "absent"] == list(newest["properties"])
+    assert newest["required"] == ["newest", "withheld", "absent", "journals"] == list(newest["properties"])
     binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     for file in (MODEL, OPTIMIZER):
         answers = described["paths"][f"/v1/versions/{{id}}/{file}"]["get"]["responses"]
@@ -747,6 +761,6 @@ def test_an_offer_is_described(app: Any) -> None:
     for one in get(app, "/v1/versions").json["versions"]:
         assert set(one) == set(described["properties"]) == set(described["required"])
         assert one.pop("user") == [[0, 1], [3, 3]]
-        for age in ("age_steps", "age_seconds"):
-            assert "null" in described["properties"][age]["type"] and one.pop(age) is None
+        for unsaid in ("age_steps", "age_seconds", "oldest"):
+            assert "null" in described["properties"][unsaid]["type"] and one.pop(unsaid) is None
         assert all(type(one[name]) is kinds[described["properties"][name]["type"]] for name in one)

@@ -37,7 +37,9 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
     "/v1/versions/{id}/manifest.json": ({"200": OBJECT, "404": "why", "503": "unhashed"}, ID | {"query": {"release"}}),
     "/v1/versions/{id}/model.safetensors": A_FILE,
     "/v1/versions/{id}/optimizer.safetensors": A_FILE,
-    "/v1/versions/{id}/user/{rank}": ({"200": FILE, "404": "why", "503": "why"}, {"path": {"id", "rank"}}),
+    "/v1/versions/{id}/user/{rank}": (
+        {"200": FILE, "404": "why", "503": "why"}, {"path": {"id", "rank"}, "query": {"step"}}),
+    "/v1/versions/{id}/log.bin": A_FILE,
     "/v1/pieces": ({"200": "pieces"}, {}),
     "/v1/pieces/{id}/stream.bin": A_FILE,
     "/": ({"200": ("text/html", {"type": "string"})}, {}),
@@ -47,6 +49,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
 OFFER = {
     "id": "m" + "0" * 31, "tier": "memory", "run_id": "run", "epoch": 0, "step": 7, "shard": "0", "status": "verified",
     "nbytes": 24, "matches": 1, "start": "s", "attached": True, "user": [[0, 3]], "age_steps": 1, "age_seconds": 0.5,
+    "oldest": 3,
 }
 STREAM = {"id": "r" + "0" * 31, "number": 0, "mark": "m", "nbytes": 24, "sha256": "0" * 64}
 WITHHELD = [OFFER | {"why": "it is not confirmed"}]
@@ -58,7 +61,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "run_id": "run", "epoch": 0, "shard": "0", "entries": 4, "entry_bytes": 8192, "holes": [[9, 11]],
         "steps": [{"first": 5, "last": 8, "kind": "makeable", "bytes": 24, "seconds": 0.5}]}]},
     "versions": {"versions": [OFFER], "withheld": WITHHELD, "absent": ["disk"], "statuses": "own",
-                 "diverged": [{"run_id": "run", "epoch": 0, "shard": "0", "after": 3, "last": 6}]},
+                 "diverged": [{"run_id": "run", "epoch": 0, "shard": "0", "after": 3, "last": 6}], "later": [OFFER]},
     "pieces": {"versions": [OFFER], "streams": [STREAM], "absent": ["disk"]},
 }
 

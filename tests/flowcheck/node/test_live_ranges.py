@@ -312,7 +312,8 @@ def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attac
     job.run_id = ""
     at = Training(job, truth, lan)
     at.train(), at.train()
-    node = start_node(resync="ranges")
+    api = '[api]\nlisten = "127.0.0.1:0"'
+    node = start_node(api, resync="ranges")
     at.attach(node, attach, "one")
     at.until_patched(node)
     run_id = node.said("attached")[0]["run_id"]
@@ -320,9 +321,9 @@ def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attac
     inode = left.stat().st_ino
     killed(node, at)
 
-    node = start_node(resync="ranges")
+    node = start_node(api, resync="ranges")
     at.attach(node, attach, "one")
-    resumed = node.seen("resumed")
+    resumed = node.said("resumed")[0]
     assert (resumed["run_id"], resumed["step"], resumed["path"]) == (run_id, at.run.step, str(left))
     for _ in range(2):
         line = node.wait("iteration", SECONDS, iteration=at.train(sums=True))
@@ -333,7 +334,7 @@ def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attac
 
     for _ in range(3):
         at.train()
-    node = start_node('[api]\nlisten = "127.0.0.1:0"', resync="ranges")  # by which it says how old a version is
+    node = start_node(api, resync="ranges")
     before = offered(node, last)
     assert before.age_seconds is not None and before.age_seconds > 0 and before.status == "verified"
     at.attach(node, attach, "one")
@@ -352,16 +353,16 @@ def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attac
     last = at.run.step
     killed(node, at)
 
-    node = start_node(resync="ranges")
+    node = start_node(api, resync="ranges")
     at.attach(node, attach, "two")
+    assert node.said("resumed") == [] and node.said("attached")[0]["run_id"] != run_id
     at.until_patched(node)
-    assert node.said("attached")[0]["run_id"] != run_id and node.said("resumed") == []
     assert len(list(tmp_path.glob("*.replica"))) == 2, "what was verified stays until there is something as good"
     assert node.end() == 0 and all_equal(tmp_path, at.known)
 
 
 def test_killed_while_it_has_nothing_but_a_partial_version(start_node, attach, truth, lan, tmp_path: Path) -> None:
-    kill_while_begun(start_node, attach, truth, lan, tmp_path, 2, 5)
+    kill_while_begun(start_node, attach, truth, lan, tmp_path, 3, 5)
 
 
 @pytest.mark.slow

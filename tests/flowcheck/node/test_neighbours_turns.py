@@ -51,7 +51,7 @@ class Scene:
         self.said: list[Any] = []
         patch.setattr(module, "dial", self._dial)
         patch.setattr(module, "greet", lambda link, token, **said: self.did.append(("greet", token, said)))
-        common: Any = SimpleNamespace(told=lambda: MINE, hear=self._hear, wait=self._wait, wake=lambda: None)
+        common: Any = SimpleNamespace(steps_now=lambda: MINE, hear=self._hear, wait=self._wait, wake=lambda: None)
         self.one = _Neighbour(address, lambda: b"token", common, lambda event, **fields: self.said.append(
             (event, fields)), tls, 3.0, 11.0)
         patch.setattr(self.one, "_ended", SimpleNamespace(is_set=lambda: self.turns <= 0, wait=self._pause,

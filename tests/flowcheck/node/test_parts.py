@@ -104,13 +104,13 @@ def _job(**options: Any) -> Any:
 
 
 def test_a_manifest_of_this_run_is_taken() -> None:
-    check_job(_job(), ("run", 3, 2))
+    check_job(_job(), ("run", 3, 2), journal=False)
 
 
 @pytest.mark.parametrize("run", [("other", 3, 2), ("run", 4, 2), ("run", 3, 4)])
 def test_a_manifest_of_another_run_is_refused(run: tuple[str, int, int]) -> None:
     with pytest.raises(UserError) as refused:
-        check_job(_job(), run)
+        check_job(_job(), run, journal=False)
     assert refused.value.where == "manifest"
     assert refused.value.what == (
         f"the manifest is of run 'run', epoch 3, 2 ranks; this is {run[0]!r}, {run[1]}, {run[2]}")
@@ -120,7 +120,7 @@ def test_a_manifest_without_an_optimizer_is_refused() -> None:
     job = _job()
     job.optimizer = None
     with pytest.raises(UserError, match="names no optimizer") as refused:
-        check_job(job, ("run", 3, 2))
+        check_job(job, ("run", 3, 2), journal=False)
     assert refused.value.where == "manifest"
 
 

@@ -236,7 +236,7 @@ def test_what_is_told_of_a_node_has_all_its_parts(
 
     def beside(*given: Any, **named: Any) -> Any:
         board_writer.append((*given, named))
-        return SimpleNamespace(tally=SimpleNamespace(beside=lambda say: counted), look=bool, close=bool,
+        return SimpleNamespace(tally=SimpleNamespace(counting=lambda say: counted), look=bool, close=bool,
                                board=SimpleNamespace(fd="a board"))
 
     monkeypatch.setattr(service, "BoardWriter", beside)

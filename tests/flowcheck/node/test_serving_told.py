@@ -126,7 +126,8 @@ def test_a_node_with_nothing_but_an_api(scene: Scene) -> None:
     assert found == {
         "keys": KEYS, "tls": None, "node": "n", "replicas": "/replicas", "checkpoints": "/out", "reserved": 0,
         "cores": sorted(os.sched_getaffinity(0)), "follows": True, "shadow": 0, "copies": None, "store": None,
-        "parity": None, "shown": "", "names": [], "limits": {"connections": 256, "strangers": 1024, "per_address": 256},
+        "journals": None, "parity": None, "shown": "", "names": [],
+        "limits": {"connections": 256, "strangers": 1024, "per_address": 256},
     }
 
 

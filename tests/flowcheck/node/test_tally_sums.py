@@ -19,7 +19,7 @@ def group(*events: tuple[str, dict[str, Any]]) -> dict[str, Any]:
 def test_a_histogram_has_each_span_in_all_that_bound_it() -> None:
     """A span of just the bound is within it; the last one counts all."""
     spans = [0.5, 0.5, 1.0, 2.5, 30_000.0, 40_000.0]  # milliseconds
-    made = group(*(times(number, last=span, covered=span, record=span, applied=span, published=span)
+    made = group(*(times(number, last=span, measured=span, covered=span, record=span, applied=span, published=span)
                    for number, span in enumerate(spans)))
     found = made["stages"]["receive"]
     assert found["counts"] == [sum(span / 1e3 <= bound for span in spans) for bound in BUCKETS] + [6]
@@ -33,8 +33,11 @@ def test_each_stage_begins_where_the_one_before_it_has_ended() -> None:
     """One that did not happen is left out, and one that came early shortens nothing."""
     made = group(times(1, last=10.0, covered=None, record=4.0, applied=30.0, published=31.0))
     assert {stage: round(one["sum"], 6) for stage, one in made["stages"].items()} == {
-        "receive": 0.01, "place": 0.0, "record": 0.0, "update": 0.02, "publish": 0.001}
-    assert made["stages"]["place"]["counts"][-1] == 0
+        "receive": 0.01, "telemetry": 0.0, "place": 0.0, "record": 0.0, "update": 0.02, "publish": 0.001}
+    assert made["stages"]["place"]["counts"][-1] == made["stages"]["telemetry"]["counts"][-1] == 0
+    made = group(times(1, last=10.0, measured=13.0, covered=14.0, record=None, applied=None, published=None))
+    assert {stage: round(one["sum"], 6) for stage, one in made["stages"].items() if one["sum"]} == {
+        "receive": 0.01, "telemetry": 0.003, "place": 0.001}
 
 
 def test_bytes_of_all_questions() -> None:

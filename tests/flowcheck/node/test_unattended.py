@@ -360,7 +360,7 @@ def test_a_run_without_a_name_gets_one(tmp_path: Path) -> None:
     ('[[follow]]\nmanifest = "a"\ngroup = "a"\n[[follow]]\nmanifest = "b"\ngroup = "a"\n[output]\nevery = 1',
      "follow[1].group", "a is given twice"),
     ('[[follow]]\nmanifest = "a"\ngroup = "a-b"\n[output]\nevery = 1', "follow[0].group", "pattern"),
-    ('[[follow]]\nmanifest = "a"\n[output]\nevery = 1', "follow[0].group", "required"),
+    ('[[follow]]\nmanifest = "a"\n[output]\nevery = 1', "follow[0].group", "is missing"),
     ('[[follow]]\nmanifest = "a"\ngroup = "a"\nfirst = 3\n[output]\nevery = 1', "follow[0].first", "not a key"),
 ])
 def test_settings_that_are_wrong(tmp_path: Path, text: str, where: str, what: str) -> None:

@@ -16,7 +16,7 @@ from flowcheck.rebuild.version.records import StepRecord, StepRecords
 def records(*, buffers: bool) -> StepRecords:
     """Of a job, of which only the entries of its model matter here."""
     model = [ModelEntry("weight", [2], "float32"), *([ModelEntry("count", [], "int64", "buffer")] if buffers else [])]
-    return StepRecords(SimpleNamespace(model=model), Clock())  # type: ignore[arg-type]
+    return StepRecords(SimpleNamespace(kind="replica", model=model), Clock())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("buffers", [False, True])

@@ -17,7 +17,8 @@ from flowcheck.job.model import Job
 from flowcheck.rebuild.iteration.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.replica import JobReplica
-from flowcheck.trainer.describe.description import Watch, check_gradients, entries
+from flowcheck.trainer.describe.described import check_gradients
+from flowcheck.trainer.describe.description import Watch, entries
 from lab.synth import example_job, generate
 from updater.rounding_modes import GRAIN
 

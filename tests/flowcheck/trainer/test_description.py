@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.describe.description import Model, check_gradients, entries, group_options
+from flowcheck.trainer.describe.described import Model, Stepping, check_gradients, group_options
+from flowcheck.trainer.describe.description import entries
 from flowcheck.trainer.describe.parts import bucket_layout
 from flowcheck.trainer.describe.wrapped import parts_of
 
@@ -40,7 +41,7 @@ def test_every_kind_of_entry_in_the_state_dicts_order(wrapped) -> None:
     assert found.names == {id(inner.weight): "weight", id(inner.bias): "bias"}
     assert found.groups == [["bias"], None, ["weight"]]
     assert found.buffers == ["count"]
-    assert (found.optimizer, found.rounding) == ("sgd", ("torch-cpu", torch.__version__))
+    assert (found.stepping.name, found.stepping.rounding) == ("sgd", ("torch-cpu", torch.__version__))
 
 
 @pytest.mark.parametrize(("make", "name", "rounding"), [
@@ -50,7 +51,7 @@ def test_every_kind_of_entry_in_the_state_dicts_order(wrapped) -> None:
 def test_the_optimizers_that_are_followed(wrapped, make: Any, name: str, rounding: str) -> None:
     model = wrapped(net())
     found = entries(model, make(model.parameters()))
-    assert (found.optimizer, found.rounding[0]) == (name, rounding)
+    assert (found.stepping.name, found.stepping.rounding[0]) == (name, rounding)
 
 
 class OwnAdam(torch.optim.Adam):
@@ -208,11 +209,11 @@ def test_a_parameter_that_ddp_ignores_may_be_left_out(wrapped) -> None:
 def test_hyper_parameters_are_plain_numbers_by_torchs_names(make: Any, options: dict[str, Any]) -> None:
     optimizer = make(net().parameters())
     kind = type(optimizer).__name__.lower()
-    assert group_options(Model([], {}, [["a"]], kind, ("", "")), optimizer) == [options]
+    assert group_options(Model([], {}, [["a"]], Stepping(kind, ("", ""))), optimizer) == [options]
 
 
 def _model(groups: list[list[str] | None]) -> Model:
-    return Model([], {}, groups, "sgd", ("torch-cpu", ""))
+    return Model([], {}, groups, Stepping("sgd", ("torch-cpu", "")))
 
 
 def _two_groups() -> torch.optim.Optimizer:
@@ -248,7 +249,7 @@ def test_groups_that_were_added_or_removed_are_refused(groups: Any, what: str) -
 def test_what_is_not_a_finite_number_is_refused(key: str, value: object, what: str) -> None:
     optimizer = (Adam if key == "betas" else SGD)(net().parameters(), lr=0.1)
     optimizer.param_groups[0][key] = value
-    model = Model([], {}, [["a"]], type(optimizer).__name__.lower(), ("", ""))
+    model = Model([], {}, [["a"]], Stepping(type(optimizer).__name__.lower(), ("", "")))
     assert refusal(lambda: group_options(model, optimizer)) == ("optimizer", what)
 
 
@@ -257,7 +258,7 @@ def test_what_is_not_a_finite_number_is_refused(key: str, value: object, what: s
 
 def test_a_step_of_what_the_manifest_says() -> None:
     weight, frozen = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    model = Model([], {id(weight): "weight"}, [["weight"], None], "sgd", ("", ""))
+    model = Model([], {id(weight): "weight"}, [["weight"], None], Stepping("sgd", ("", "")))
     optimizer = SGD([{"params": [weight]}, {"params": [frozen]}], lr=0.1)
     weight.grad = torch.zeros(2)  # zeros are a gradient
     check_gradients(model, optimizer)
@@ -271,8 +272,8 @@ def test_a_step_of_what_the_manifest_says() -> None:
 
 def test_a_step_with_a_beta_whose_powers_are_not_in_the_manifest() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    model = Model([], {id(weight): "weight"}, [["weight"]], "adamw", ("torch-cuda-fused", "2.11.0"), 0,
-                  {"0.9": {}, "0.999": {}})
+    model = Model([], {id(weight): "weight"}, [["weight"]], Stepping("adamw", ("torch-cuda-fused", "2.11.0"), 0,
+                  {"0.9": {}, "0.999": {}}))
     optimizer = AdamW([weight])
     weight.grad = torch.zeros(2)
     check_gradients(model, optimizer)

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from flowcheck.trainer.changes import Changes
-from flowcheck.trainer.describe.description import Watch, check_gradients, entries
+from flowcheck.trainer.describe.described import check_gradients
+from flowcheck.trainer.describe.description import Watch, entries
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.ranges import Source

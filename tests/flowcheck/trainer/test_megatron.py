@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import flowcheck
 from flowcheck.errors import UserError
-from flowcheck.trainer.describe.description import Watch, check_gradients, entries, group_options
+from flowcheck.trainer.describe.described import check_gradients, group_options
+from flowcheck.trainer.describe.description import Watch, entries
 from flowcheck.trainer.describe.megatron import Megatron, instances, torch_optimizer
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.ranges import Source

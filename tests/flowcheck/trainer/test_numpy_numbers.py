@@ -12,7 +12,7 @@ import torch
 
 from flowcheck.control.user_state import Refused, UserState, pack
 from flowcheck.errors import UserError
-from flowcheck.trainer.describe.description import Model, group_options
+from flowcheck.trainer.describe.described import Model, Stepping, group_options
 
 CLASSES = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 FORMS: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
@@ -40,7 +40,7 @@ def stepped(optimizer: torch.optim.Optimizer, value: Any, key: str) -> torch.Ten
 
 
 def described(name: str) -> Model:
-    return Model([], {}, [["w"]], name, ("torch-cpu", ""))
+    return Model([], {}, [["w"]], Stepping(name, ("torch-cpu", "")))
 
 
 @pytest.mark.parametrize(("name", "form", "key"), CASES)

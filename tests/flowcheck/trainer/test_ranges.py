@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowcheck.control.messages import PATCH_BYTES, Ranges
 from flowcheck.job.model import ModelEntry
-from flowcheck.trainer.describe.description import Model, entries
+from flowcheck.trainer.describe.described import Model, Stepping
+from flowcheck.trainer.describe.description import entries
 from flowcheck.trainer.ranges import FEW, Source
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -214,7 +215,8 @@ def test_a_device_that_is_behind_gives_the_state_of_the_boundary(device: str, co
     module = torch.nn.Linear(1000, 1000, bias=False, device=device)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     entry = ModelEntry("weight", [1000, 1000], "float32")
-    described = Model([entry], {id(module.weight): "weight"}, [["weight"]], "adamw", ("torch-cuda-foreach", ""))
+    how = Stepping("adamw", ("torch-cuda-foreach", ""))
+    described = Model([entry], {id(module.weight): "weight"}, [["weight"]], how)
     source = Source(module, optimizer, described)
     ranges = [("weight", 1001 * number, 7) for number in range(count)]
     found, expected = [], []

@@ -585,10 +585,10 @@ def test_a_rank_that_cannot_even_look_is_told_to_the_others(
 ) -> None:
     found = recovery.look
 
-    def look(nodes: Any, run_id: str | None, shard: str | None) -> Any:
+    def look(nodes: Any, run_id: str | None, shard: str | None, step: int | None) -> Any:
         if shard is not None:  # of rank 1
             raise RuntimeError(what)
-        return found(nodes, run_id, shard)
+        return found(nodes, run_id, shard, step)
 
     monkeypatch.setattr(recovery, "look", look)
     errors = together(2, lambda rank: recover(api.name, token=TOKEN, shard="" if rank else None))

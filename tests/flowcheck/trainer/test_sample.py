@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry
 from flowcheck.trainer.boundary import library
-from flowcheck.trainer.describe.description import Model
+from flowcheck.trainer.describe.described import Model, Stepping
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.sample import AHEAD, OPERATORS, OPERATORS_AHEAD, Sampler, states
 
@@ -57,7 +57,7 @@ class State:
         ]
         kind = type(self.optimizer).__name__.lower()
         names = {id(one): name for name, one in self.named.items()}
-        self.described = Model(entries, names, [list(self.named)], kind, ("torch-cpu", ""))
+        self.described = Model(entries, names, [list(self.named)], Stepping(kind, ("torch-cpu", "")))
         self.sampler = Sampler(Held(self.all), self.optimizer, self.described, "run", 3)
 
     def step(self) -> None:

@@ -39,6 +39,7 @@ __all__ = ["Heads", "KeptEntry", "line_of", "read"]
 HEAD_BYTES = 1 << 16  # of all but what grows with the model
 ENTRY_OF_MODEL = 512  # bytes of checksums of one entry of the model, with its name's length four times
 GROUP_BYTES = 2048  # of hyper-parameters
+TREE_BYTES = 1 << 18  # of all options of an optimizer that is not known
 
 
 class Heads:
@@ -58,7 +59,7 @@ class Heads:
         job = self._plan.job
         buffers = sum(one.elements for one in job.model if one.kind == "buffer") * 8
         head = HEAD_BYTES + buffers * 4 // 3 + sum(ENTRY_OF_MODEL + 4 * len(one.name) for one in job.model)
-        head += GROUP_BYTES * len(job.optimizer.groups if job.optimizer is not None else ())
+        head += GROUP_BYTES * len(job.optimizer.groups) if job.optimizer is not None else TREE_BYTES
         return max(entry_bytes(head, spans[:, 1].tolist()) for spans in self._spans)
 
     def head(

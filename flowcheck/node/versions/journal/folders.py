@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -93,6 +94,14 @@ class Folder:
         for one in (*self.bases, *self.made):
             if one.line == line and one.step > after:
                 remove_tree(one.path)
+
+    def end_others(self) -> None:
+        """Those of the group's other runs and epochs go: this one has a base."""
+        for other in folders_in(self.path.parents[2]):
+            if other.group == self.group and other.path != self.path:
+                remove_tree(other.path)
+                with suppress(OSError):
+                    other.path.parent.rmdir()  # of a run with one epoch
 
     def tidy(self, keep: int) -> None:
         """All but the newest `keep` bases go, and folders of lines that have none."""

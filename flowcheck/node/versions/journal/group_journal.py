@@ -1,7 +1,7 @@
 """The journals of a group: of the job that it follows, with bases, and what stays of the run before.
 
     journal = GroupJournal(config, group, say)
-    keeping = journal.begin(body, plan, run, clock)      of another job, or another start; None: no journal is kept
+    keeping = journal.begin(body, plan, run, clock, start)   of another job, or another start; None: no journal is kept
     journal.published(step, write)                       a version: is a base due?
     journal.closed(number, ...), .missed(...)            an iteration has closed, or passed
     journal.diverged(after)                              versions after this step may be wrong
@@ -15,19 +15,18 @@ The group's thread; what touches the disk has threads of its own.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flowcheck.durable import remove_tree
 from flowcheck.errors import said_of
 from flowcheck.job.clock import Clock
+from flowcheck.job.model import LOG, Job, dtype_size
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.versions.journal.entries import Heads
-from flowcheck.node.versions.journal.folders import Folder, folder_of, folders_in
+from flowcheck.node.versions.journal.folders import Folder, folder_of
 from flowcheck.node.versions.journal.job_text import JobText
 from flowcheck.node.versions.journal.keeper import Keeper
 from flowcheck.node.versions.journal.room import BASES, LEAST, room_of, wants
@@ -37,6 +36,7 @@ from flowcheck.rebuild.version.recipe import replica_bytes
 __all__ = ["GroupJournal"]
 
 CLOSE_SECONDS = 6.0
+OF_LOG = 4  # times what parameters take: a base of a log, whatever the optimizer keeps
 
 
 class GroupJournal:
@@ -50,16 +50,18 @@ class GroupJournal:
         self._tried: tuple[str, int] = "", -1  # and of the one that was begun last
 
     def begin(
-        self, body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock
+        self, body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock, start: str
     ) -> Keeper | None:
-        """body: the manifest with all connections. run: id, epoch and ranks as trainers say hello."""
+        """body: the manifest with all connections. run: id, epoch and ranks as trainers say hello. start: of the job,
+        as of runs.start_of."""
         self.end()
-        if self._settings is None or self._root is None or plan.job.optimizer is None:
-            return None
         job = plan.job
+        if self._settings is None or self._root is None or (job.optimizer is None and job.kind != LOG):
+            return None
         here = job.run_id, job.epoch, run[2]
-        digest = digest_of(body, plan, run, clock)
-        entry, state = Heads(plan, digest).most, replica_bytes(job, 2) // 2
+        # What is redone of a log has no lines (folders.py): another start's entries are another job's.
+        digest = digest_of({**body, "start": start} if job.kind == LOG else body, plan, run, clock)
+        entry, state = Heads(plan, digest).most, _state_bytes(job)
         room = room_of(self._settings, entry, state)
         if room.entries < LEAST or (self._settings.keep and room.back < self._settings.keep):
             self._say("problem", about="journal", why=f"journal.megabytes: {self._settings.megabytes} hold"
@@ -102,11 +104,7 @@ class GroupJournal:
         keeper.folder.tidy(BASES)
         if bases := keeper.folder.bases:
             keeper.keep(min(one.step for one in bases))
-        for other in folders_in(keeper.folder.path.parents[2]):
-            if other.group == keeper.folder.group and other.path != keeper.folder.path:
-                remove_tree(other.path)
-                with contextlib.suppress(OSError):
-                    other.path.parent.rmdir()  # of a run with one epoch
+        keeper.folder.end_others()
 
     def missed(self, first: int, last: int, why: str) -> None:
         """Iterations, by the trainer's numbers, that closed without a version, or passed. Those that it was given all
@@ -149,3 +147,10 @@ class GroupJournal:
         self.end()
         for thread in self._ending:
             thread.join(CLOSE_SECONDS)
+
+
+def _state_bytes(job: Job) -> int:
+    """Of a base."""
+    if job.optimizer is not None:
+        return replica_bytes(job, 2) // 2
+    return OF_LOG * sum(entry.elements * dtype_size(entry.dtype) for entry in job.model)

@@ -38,11 +38,11 @@ OPENING = "the journal's files are still being made"
 
 
 class Keeper:
-    """A Keeping (rebuild/version/keeping.py). job: of which the entries are. say: events of the group. after: what has
-    to have ended before the files are opened.
+    """A Keeping (rebuild/version/keeping.py). job: of which the entries are, as it is read again. say: events of the
+    group. after: what has to have ended before the files are opened.
 
     line: of the versions now. matches: checksums of the trainer that have matched. hole: the newest iteration that is
-    not in it, -1: none. room: as it is, once `opened`.
+    not in it, -1: none. written: the newest that came into it. room: as it is, once `opened`.
     """
 
     def __init__(
@@ -50,9 +50,9 @@ class Keeper:
         after: threading.Thread | None = None,
     ) -> None:
         self.folder, self.room, self._clock, self._say = folder, room, clock, say
-        self._job = JobText.of(job.text())  # as it is read again
+        self.job = JobText.of(job.text())
         self._heads = Heads(plan, job.plan)
-        self.line, self.matches, self.hole = new_line(), 0, -1
+        self.line, self.matches, self.hole, self.written = new_line(), 0, -1, -1
         self._given = -1  # the newest iteration that was offered, or is a hole
         self._writer: RingWriter | None = None
         self._came: RingWriter | Exception | None = None  # of the thread that opens it
@@ -63,6 +63,11 @@ class Keeper:
             self._thread.start()
         except RuntimeError as error:  # there is no thread to be had
             self._came = error
+
+    @property
+    def ready(self) -> bool:
+        """Are its files there, and open?"""
+        return self._writer is not None
 
     # -- a Keeping --
 
@@ -134,6 +139,7 @@ class Keeper:
     def _hear(self, said: Iterable[Written | Hole]) -> None:
         for one in said:
             if isinstance(one, Written):
+                self.written = one.number
                 self._say("journaled", iteration=one.number, bytes=one.nbytes, seconds=round(one.seconds, 6))
             else:
                 self._lack(one.number, one.number, one.cause, one.why)
@@ -153,10 +159,10 @@ class Keeper:
                 before: JobText | None = JobText.of(folder.job.read_text())
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 before = None
-            if before != self._job:  # another start of it, with other iterations of the same numbers
+            if before != self.job:  # another start of it, with other iterations of the same numbers
                 remove_tree(folder.path)
                 make_private(folder)
-                write_atomic(folder.job, self._job.text().encode())
+                write_atomic(folder.job, self.job.text().encode())
             make_directory(folder.ring)
             writer = RingWriter(folder.ring, self.room.ring, self._heads.most)
         except Exception as error:  # also of a library: it must be said

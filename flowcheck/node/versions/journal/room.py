@@ -4,8 +4,8 @@
     room.entries, room.every, room.back        iterations in the ring, steps from one base to the next, steps back
 
 Two bases are kept, a third one is being written at times, and one step that was made again lies there. A base is due
-every half of the ring: so the newest one that is whole is never older than the ring, also while the next one is being
-written, and all steps from it on can be made again.
+every two fifths of the ring. So the older of the two that are whole is still within the ring when the newer one has
+just come, also where writing that took a fifth of the ring; and so many steps back can be had at all times.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Room:
 
     @property
     def every(self) -> int:
-        return max(1, self.entries // 2)
+        return max(1, self.entries * 2 // 5)
 
     @property
     def back(self) -> int:
@@ -42,10 +42,15 @@ def room_of(settings: JournalSettings, entry: int, state: int) -> Room:
     room."""
     left = max(0, (settings.megabytes << 20) - (BASES + 2) * state)
     fit = left // max(entry, 1)
-    wanted = min(fit, max(LEAST, 2 * settings.keep)) if settings.keep else fit
+    wanted = min(fit, _entries(settings.keep)) if settings.keep else fit
     return Room(min(left, (wanted + 1) * entry), wanted)
 
 
 def wants(settings: JournalSettings, entry: int, state: int) -> int:
     """MiB that `keep` needs, or the least that is of any use."""
-    return -(-(max(LEAST, 2 * settings.keep) * entry + (BASES + 2) * state) >> 20)
+    return -(-(_entries(settings.keep) * entry + (BASES + 2) * state) >> 20)
+
+
+def _entries(keep: int) -> int:
+    """Of a ring with which so many steps back can be had."""
+    return max(LEAST, -(-5 * keep // 2))

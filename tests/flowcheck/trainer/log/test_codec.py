@@ -8,6 +8,7 @@ import math
 import random
 import struct
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,7 +108,8 @@ def entry() -> Entry:
                  Wire(2, 1024.0, 0.5))
 
 
-HEAD = BaseHead(Made("Adam", "torch.optim.adam", "2.13.0", "cpu", 2, "highest"), ["a", "b"], {"all": {"count": 3}})
+HEAD = BaseHead(Made("Adam", "torch.optim.adam", "2.13.0", "cpu", 2, "highest"), ["a", "b"], [["b"], ["a"]],
+                {"all": {"count": 3}})
 PIECE = BasePiece("a", 0, TensorCopy(torch.zeros(2), Place.HOST), None)
 PARTS: dict[str, BaseHead | BasePiece | Entry] = {"entry": entry(), "head": HEAD, "piece": PIECE}
 
@@ -183,5 +185,5 @@ def test_what_is_repeated_is_written_once() -> None:
 
 def test_names_that_no_header_has_room_for_are_refused() -> None:
     with pytest.raises(UserError) as caught:
-        packed(BaseHead(HEAD.made, [f"{at}" * 200 for at in range(1 << 15)]))
+        packed(replace(HEAD, names=[f"{at}" * 200 for at in range(1 << 15)]))
     assert caught.value.remedy

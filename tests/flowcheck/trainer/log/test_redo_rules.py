@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from flowcheck.control.checksum import checksums
 from flowcheck.errors import UserError
-from flowcheck.trainer.log.base import Base, BaseHead, BasePiece, Made, Taker
+from flowcheck.trainer.log.base import Base, BasePiece, Made, Taker
 from flowcheck.trainer.log.codec import packed, unpacked
 from flowcheck.trainer.log.copies import Place, TensorCopy, copy_of
 from flowcheck.trainer.log.record import Entry, StepRecord, Wire, options_of
@@ -375,7 +376,7 @@ def test_an_error_in_the_midst_leaves_model_and_optimizer_as_they_were() -> None
 
     _, _, held, entries = trained(Lion)
     made = Made(**{**vars(held.head.made), "optimizer": Failing.__qualname__})
-    of_it = Base(BaseHead(made, held.head.names))
+    of_it = Base(replace(held.head, made=made))
     for piece in held.pieces.values():
         of_it.add(piece)
     parameters = two(seed=9)
@@ -401,7 +402,7 @@ def _wrong() -> Iterator[tuple[str, Callable[[Base, list[Entry]], tuple[Base, li
         return half
 
     def of_all(held: Base) -> Base:
-        more = Base(BaseHead(held.head.made, held.head.names, {"all": {"norm": 1.0}}))
+        more = Base(replace(held.head, others={"all": {"norm": 1.0}}))
         for one in held.pieces.values():
             more.add(one)
         return more
@@ -457,7 +458,7 @@ def test_another_optimizer_or_another_model_is_refused() -> None:
 def test_what_is_otherwise_here_is_said() -> None:
     _, _, held, log = trained(adam)
     made = Made(**{**vars(held.head.made), "version": "2.6.0"})
-    old = Base(BaseHead(made, held.head.names))
+    old = Base(replace(held.head, made=made))
     for piece in held.pieces.values():
         old.add(piece)
     assert any("2.6.0" in one for one in again(adam, old, log)[0].unproven)

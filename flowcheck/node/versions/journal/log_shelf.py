@@ -1,0 +1,245 @@
+"""Logs as a tier: steps that can be made of a base and the journal after it, by whoever has the job's optimizer.
+
+    shelf = LogShelf(root)              root: of the node's journals
+    held.size(FILE), held.views(FILE, first, count)       one file of all that it takes (flowcheck/ask/logs.py)
+
+A log is offered once, with the newest step and the oldest that can be made. Nothing of it is pinned: entries that the
+journal has written over meanwhile are gone, and whoever reads them asks for a newer step. It reads what the node's own
+process writes and nothing else. A shelf belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from flowcheck.ask.logs import FILE, SCHEMA, makes, sum_text
+from flowcheck.ask.offer import LOG, Offer, spans
+from flowcheck.control.start import line_of as line_of_start
+from flowcheck.control.version import seal
+from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.clock import Clock
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import dtype_size
+from flowcheck.job.version_status import UNVERIFIED
+from flowcheck.journal.reader import RingReader
+from flowcheck.node.versions.held import Gone, Held, Holding, inode_of
+from flowcheck.node.versions.holdings import Shelf, id_of
+from flowcheck.node.versions.journal.entries import line_of
+from flowcheck.node.versions.journal.folders import Folder, folders_in
+from flowcheck.node.versions.journal.log_bases import WholeBase, piece_path, whole_bases
+from flowcheck.node.versions.journal.log_folder import FILE as ABOUT
+from flowcheck.node.versions.journal.log_folder import About, log_folder, read_about, users_beside
+from flowcheck.node.versions.starts import Seen
+from flowcheck.node.versions.user_states import ranks_in, user_folder, user_in
+
+__all__ = ["LogShelf", "logs_here"]
+
+NO_SUM = "0" * 16
+
+
+@dataclass(frozen=True)
+class _Log:
+    """entries: iterations that are there, without a hole, from the first that the base needs. heads: of these. steps:
+    that can be made."""
+
+    folder: Path
+    about: About
+    base: WholeBase
+    entries: range
+    steps: range
+    heads: tuple[bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.base.nbytes + sum(_entry_bytes(head) for head in self.heads)
+
+
+class LogShelf(Shelf):
+    """root: where the node's journals lie."""
+
+    def __init__(self, root: Path, **more: Any) -> None:
+        super().__init__(**more)
+        self._root = root
+        self._logs: dict[Path, _Log] = {}  # by folder, as of the last look
+
+    def look(self) -> list[Holding]:
+        self._logs = {log.folder: log for folder in folders_in(self._root) if (log := _log_in(folder.path)) is not None}
+        return [self._holding(log) for log in self._logs.values()]
+
+    def _holding(self, log: _Log) -> Holding:
+        about, step = log.about, log.steps[-1]
+        path = log_folder(log.folder) / ABOUT
+        users = spans(ranks_in(user_folder(users_beside(log.folder), step)))
+        return Holding(Offer(
+            id_of(LOG, path, inode_of(path), step), LOG, about.run_id, about.epoch, step, about.shard, UNVERIFIED,
+            log.nbytes, users, start=about.start, oldest=log.steps[0],
+        ), path, inode_of(path))
+
+    def _pin(self, holding: Holding) -> Held:
+        return LogHeld(holding, self._logs[holding.path.parents[1]], self._now())
+
+
+class LogHeld(Held):
+    def __init__(self, holding: Holding, log: _Log, now: float) -> None:
+        super().__init__(holding, now)
+        self._log = log
+        self._ring = RingReader(log.folder / "ring")
+        self._head = self._head_of(log)
+        sizes = [len(self._head), *(piece.nbytes for piece in log.base.pieces), *map(_entry_bytes, log.heads)]
+        self._begins = [0, *accumulate(sizes)]
+        self._entry: tuple[int, list[memoryview]] | None = None  # that was read last
+
+    @staticmethod
+    def _head_of(log: _Log) -> bytes:
+        about = log.about
+        text = json.dumps(seal({
+            "schema": SCHEMA, "run_id": about.run_id, "epoch": about.epoch, "shard": about.shard, "first": about.first,
+            "job": dict(about.job), "pieces": [[one.step, one.nbytes, one.sum] for one in log.base.pieces],
+            "entries": [[number, _entry_bytes(head)] for number, head in zip(log.entries, log.heads, strict=True)],
+        })).encode()
+        return len(text).to_bytes(8, "little") + text
+
+    def manifest(self) -> bytes:
+        return self._head[8:]
+
+    def size(self, file: str) -> int:
+        if file != FILE:
+            raise Gone("a log has no such file", where=file)
+        return self._begins[-1]
+
+    def read(self, file: str, first: int, count: int) -> bytes:
+        return b"".join(self.views(file, first, count))
+
+    def views(self, file: str, first: int, count: int) -> list[memoryview]:
+        self.check()
+        out: list[memoryview] = []
+        at, end = first, min(first + count, self.size(file))
+        while at < end:
+            part = bisect_right(self._begins, at) - 1
+            begin = at - self._begins[part]
+            for piece in self._views(part, begin, min(end, self._begins[part + 1]) - at):
+                out.append(piece)
+                at += len(piece)
+        return out
+
+    def _views(self, part: int, begin: int, count: int) -> Iterator[memoryview]:
+        if part == 0:
+            yield memoryview(self._head)[begin : begin + count]
+            return
+        pieces = len(self._log.base.pieces)
+        if part <= pieces:
+            yield _some(piece_path(log_folder(self._log.folder), self._log.base.number, part - 1), begin, count)
+            return
+        for view in self._views_of(part - pieces - 1):
+            if begin < len(view) and count > 0:
+                yield view[begin : begin + count]
+                count -= len(view[begin : begin + count])
+            begin = max(0, begin - len(view))
+
+    def _views_of(self, index: int) -> list[memoryview]:
+        """Of an entry. Raises Gone: it is there no more, or damaged."""
+        if self._entry is None or self._entry[0] != index:
+            self._entry = None
+            try:
+                head, found = self._ring.read(self._log.entries[index])
+            except FlowcheckError as error:
+                raise Gone(error.what, where=error.where) from None
+            if head != self._log.heads[index]:
+                raise Gone("was written anew", where=f"iteration {self._log.entries[index]}")
+            held = [one.data for one in found]
+            self._entry = index, [memoryview(_front(head, [(len(one), sum_text(one)) for one in held])), *held]
+        return self._entry[1]
+
+    def user_of(self, step: int, rank: int) -> bytes:
+        return self._user(lambda: user_in(user_folder(users_beside(self._log.folder), step), rank))
+
+    def user(self, rank: int) -> bytes:
+        return self.user_of(self.offer.step, rank)
+
+    def close(self) -> None:
+        self._entry = None
+
+
+def logs_here(root: Path, run_id: str) -> list[Seen]:
+    """The newest step of each log of a run: another start that makes it anew is numbered otherwise."""
+    found = (_log_in(folder.path) for folder in folders_in(root))
+    return [Seen(log.about.epoch, log.steps[-1], line_of_start(log.about.start) or log.about.start)
+            for log in found if log is not None and log.about.run_id == run_id]
+
+
+def _log_in(folder: Path) -> _Log | None:
+    """The newest steps that can be made in a folder of a run; None: none can."""
+    about = read_about(folder)
+    if about is None:
+        return None
+    try:
+        job = job_from_dict(dict(about.job), where="job")
+        found = _sound(folder, about)
+    except (FlowcheckError, OSError):
+        return None
+    best: _Log | None = None
+    for base in whole_bases(log_folder(folder)):
+        first = last = base.first
+        while last in found:
+            last += 1
+        entries = range(first, last)
+        steps = makes(job, [piece.step for piece in base.pieces], entries)
+        if steps and (best is None or steps[-1] >= best.steps[-1]):
+            best = _Log(folder, about, base, entries, steps, tuple(found[number] for number in entries))
+    return best
+
+
+def _sound(folder: Path, about: About) -> dict[int, bytes]:
+    """Heads by iteration, up to where ranks have contradicted each other. Raises FlowcheckError, OSError."""
+    lines: dict[str, int | None] = {}
+    found: dict[int, bytes] = {}
+    for one in RingReader(folder / "ring").entries:
+        if line := line_of(one.head, about.plan):
+            if line not in lines:
+                lines[line] = Folder(folder).ends(line)
+            ends = lines[line]
+            if ends is None or Clock().after(one.number) <= ends:
+                found[one.number] = one.head
+    return found
+
+
+def _some(path: Path, begin: int, count: int) -> memoryview:
+    """Raises Gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            data = os.pread(descriptor, count, begin)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise Gone(f"cannot be read: {error.strerror}", where=path.name) from None
+    if not data:
+        raise Gone(f"ends at byte {begin}", where=path.name)
+    return memoryview(data)
+
+
+def _front(head: bytes, sums: list[tuple[int, str]]) -> bytes:
+    """What an entry begins with."""
+    said = json.dumps([list(one) for one in sums]).encode()
+    text = b'{"head": ' + head + b', "spans": ' + said + b"}"
+    return len(text).to_bytes(8, "little") + text
+
+
+def _entry_bytes(head: bytes) -> int:
+    sizes = _sizes(head)
+    return len(_front(head, [(size, NO_SUM) for size in sizes])) + sum(sizes)
+
+
+def _sizes(head: bytes) -> list[int]:
+    """Of its spans. Raises UserError."""
+    try:
+        return [dtype_size(dtype) * elements for dtype, elements in json.loads(head)["spans"]]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError("a head of an entry cannot be read", where="journal") from None
