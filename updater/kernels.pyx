@@ -59,6 +59,7 @@ cdef extern from "update.h" nogil:
         pass
     const fcu_kernels *fcu_all[4]
     const fcu_kernels *fcu_best
+    const fcu_kernels *fcu_named(const char *name)
     bint fcu_has_root(int how)
     void fcu_copy(void *dst, const void *src, size_t nbytes)
     ctypedef struct fcu_sum:
@@ -90,14 +91,11 @@ cdef fcu_sqrt_call vendor_root = NULL
 
 
 cdef const fcu_kernels *kernels(str name) except NULL:
-    cdef int i = 0
-    if not name:
-        return fcu_best
-    while fcu_all[i] != NULL:
-        if fcu_all[i].name == name.encode():
-            return fcu_all[i]
-        i += 1
-    raise ValueError(f"{name!r} is not a kernel of this processor: {', '.join(names())}")
+    cdef bytes asked = name.encode()
+    cdef const fcu_kernels *found = fcu_named(asked)
+    if found == NULL:
+        raise ValueError(f"{name!r} is not a kernel of this processor: {', '.join(names())}")
+    return found
 
 
 def names():

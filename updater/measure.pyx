@@ -31,8 +31,7 @@ cdef extern from "update.h" nogil:
     ctypedef struct fcu_pool:
         pass
     ctypedef void fcu_call(void *of, uint32_t i) noexcept
-    const fcu_kernels *fcu_all[4]
-    const fcu_kernels *fcu_best
+    const fcu_kernels *fcu_named(const char *name)
     fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tuning)
     uint64_t fcu_submit_calls(fcu_pool *pool, fcu_call *call, void *of, uint32_t count)
     int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds)
@@ -148,15 +147,11 @@ cdef class Measurer:
     cdef list under_way
 
     def __cinit__(self, int threads, str kernel=""):
-        cdef const fcu_kernels *chosen = fcu_best
-        cdef int i = 0
+        cdef bytes asked = kernel.encode()
+        cdef const fcu_kernels *chosen = fcu_named(asked)
         if not 0 <= threads <= 256:
             raise ValueError(f"{threads} threads asked for; 0 to 256")
-        while kernel and fcu_all[i] != NULL:
-            if fcu_all[i].name == kernel.encode():
-                chosen = fcu_all[i]
-            i += 1
-        if kernel and chosen.name != kernel.encode():
+        if chosen == NULL:
             raise ValueError(f"{kernel!r} is not a kernel of this processor")
         self.kernels = fcm_of(chosen)
         self.pool = fcu_pool_start(threads, chosen, fcu_tuning(1, 0))

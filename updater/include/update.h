@@ -95,6 +95,7 @@ typedef struct fcu_kernels {
 extern const fcu_kernels fcu_avx512, fcu_avx2, fcu_portable;
 extern const fcu_kernels *fcu_all[4];  /* those of this processor, best first, NULL at the end */
 extern const fcu_kernels *fcu_best;
+const fcu_kernels *fcu_named(const char *name); /* "": the best; NULL: none of this processor */
 
 /* Elements [from, from+n) of a piece of this rule as a piece of their own. */
 fcu_piece fcu_part(const fcu_piece *piece, const fcu_rule *rule, uint64_t from, uint64_t n);

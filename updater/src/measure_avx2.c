@@ -76,25 +76,7 @@ OP void moves(const char *before, const char *after, int type, uint64_t n, fcm_l
         _mm256_storeu_pd(sums->squares + 4 * k, was[k]), _mm256_storeu_pd(sums->change + 4 * k, moved[k]);
 }
 
-static void gradient(const void *data, int type, uint64_t n, fcm_lanes *sums)
-{
-    if (type == FCU_F32)
-        gradients(data, FCU_F32, n, sums);
-    else if (type == FCU_BF16)
-        gradients(data, FCU_BF16, n, sums);
-    else
-        gradients(data, FCU_F16, n, sums);
-}
-
-static void weights(const void *before, const void *after, int type, uint64_t n, fcm_lanes *sums)
-{
-    if (type == FCU_F32)
-        moves(before, after, FCU_F32, n, sums);
-    else if (type == FCU_BF16)
-        moves(before, after, FCU_BF16, n, sums);
-    else
-        moves(before, after, FCU_F16, n, sums);
-}
+#include "measure_body.h"
 
 const fcm_kernels fcm_avx2 = { "avx2", gradient, weights };
 #else

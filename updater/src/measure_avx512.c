@@ -62,25 +62,7 @@ OP void moves(const char *before, const char *after, int type, uint64_t n, fcm_l
     _mm512_storeu_pd(sums->change, c), _mm512_storeu_pd(sums->change + 8, d);
 }
 
-static void gradient(const void *data, int type, uint64_t n, fcm_lanes *sums)
-{
-    if (type == FCU_F32)
-        gradients(data, FCU_F32, n, sums);
-    else if (type == FCU_BF16)
-        gradients(data, FCU_BF16, n, sums);
-    else
-        gradients(data, FCU_F16, n, sums);
-}
-
-static void weights(const void *before, const void *after, int type, uint64_t n, fcm_lanes *sums)
-{
-    if (type == FCU_F32)
-        moves(before, after, FCU_F32, n, sums);
-    else if (type == FCU_BF16)
-        moves(before, after, FCU_BF16, n, sums);
-    else
-        moves(before, after, FCU_F16, n, sums);
-}
+#include "measure_body.h"
 
 const fcm_kernels fcm_avx512 = { "avx512", gradient, weights };
 #else

@@ -15,6 +15,16 @@
 const fcu_kernels *fcu_all[4];
 const fcu_kernels *fcu_best;
 
+const fcu_kernels *fcu_named(const char *name)
+{
+    if (!*name)
+        return fcu_best;
+    for (int i = 0; fcu_all[i]; i++)
+        if (!strcmp(fcu_all[i]->name, name))
+            return fcu_all[i];
+    return NULL;
+}
+
 __attribute__((constructor)) static void choose(void)
 {
     const char *wanted = getenv("FLOWCHECK_SIMD");
@@ -30,9 +40,9 @@ __attribute__((constructor)) static void choose(void)
 #endif
     fcu_all[n++] = &fcu_portable;
     fcu_best = fcu_all[0];
-    for (int i = 0; wanted && i < n; i++)
-        if (!strcmp(fcu_all[i]->name, wanted))
-            fcu_best = fcu_all[i];
+    const fcu_kernels *found = wanted ? fcu_named(wanted) : NULL;
+    if (found)
+        fcu_best = found;
 }
 
 int fcu_has_root(int how)
