@@ -4,18 +4,16 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job, dtype_size
-from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
 from lab.synth import Synthesis, example_job, generate
+from tests.flowcheck.replayed import check_buckets, mask_of, replayed
 from tests.nccl_versions import since
 
 pytestmark = pytest.mark.usefixtures("eal")
@@ -41,25 +39,7 @@ jobs = st.builds(
 
 def _replay(job: Job, made: Synthesis, together: bool = False) -> tuple[dict, str]:
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder)
-        (where / "job.json").write_text(job.to_json())
-        paths = {port: where / f"port{port}.pcap" for port in made.ports}
-        if together:
-            paths = {0: where / "all.pcap"}
-            made.write(paths[0])
-        else:
-            made.write_ports(paths)
-        report, failure = replay(
-            ReplayOptions(list(paths.values()), where / "job.json", where / "out"), Console(quiet=True)
-        )
-        return report.to_dict(), failure
-
-
-def _mask(size: int, ranges: list[list[int]]) -> np.ndarray:
-    mask = np.zeros(size, bool)
-    for start, end in ranges:
-        mask[start:end] = True
-    return mask
+        return replayed(job, made, Path(folder), together=together)
 
 
 @REPLAY
@@ -70,10 +50,7 @@ def test_both_ports_in_two_captures_are_everything(job: Job, together: bool, dat
     assert all(made.ports.values())
     report, failure = _replay(job, made, together)
     assert failure == ""
-    for iteration in report["iterations"]:
-        for bucket in iteration["buckets"]:
-            truth = made.reduced[iteration["iteration"], bucket["index"]]
-            assert bucket["sha256"] == hashlib.sha256(truth.tobytes()).hexdigest()
+    check_buckets(made, report)
 
 
 @REPLAY
@@ -92,8 +69,8 @@ def test_one_of_the_ports_is_the_right_incomplete_set(job: Job, device: int) -> 
         for bucket in iteration["buckets"]:
             found = report["iterations"][iteration["iteration"]]["buckets"][bucket["bucket"]]
             truth = made.reduced[iteration["iteration"], bucket["bucket"]].tobytes()
-            placed = _mask(bucket["elements"], [[p["start"], p["end"]] for p in found["placed"]])
-            assert (placed == _mask(bucket["elements"], bucket["carried"])).all()
+            placed = mask_of(bucket["elements"], [[p["start"], p["end"]] for p in found["placed"]])
+            assert (placed == mask_of(bucket["elements"], bucket["carried"])).all()
             for part in found["placed"]:
                 assert part["sha256"] == hashlib.sha256(truth[part["start"] * size : part["end"] * size]).hexdigest()
             missing = int((~placed).sum())

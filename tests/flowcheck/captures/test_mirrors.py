@@ -1,6 +1,5 @@
 """What a switch does to its copies: encapsulates, cuts, rewrites. Replay places them, or says why not."""
 
-import hashlib
 import struct
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from flowcheck.offline.replay import ReplayOptions, replay
 from lab.synth import Mirror, Synthesis, example_job, generate
 from lab.synth.mirror import WRAPS
 from lab.synth.writer import write_capture
+from tests.flowcheck.replayed import check_buckets, replayed
 
 pytestmark = pytest.mark.usefixtures("eal")
 
@@ -21,23 +21,9 @@ def _job(**options: object) -> Job:
     return example_job(ranks=3, channels=2, count=[3001, 700], protocol="ll", **options)  # type: ignore[arg-type]
 
 
-def _replay(job: Job, made: Synthesis, folder: Path, **options: object) -> tuple[dict, str]:
-    (folder / "job.json").write_text(job.to_json())
-    paths = {rank: folder / f"port{rank}.pcap" for rank in made.ports}
-    made.write_ports(paths)
-    report, failure = replay(
-        ReplayOptions(list(paths.values()), folder / "job.json", folder / "out", **options),  # type: ignore[arg-type]
-        Console(quiet=True),
-    )
-    return report.to_dict(), failure
-
-
 def _complete(made: Synthesis, report: dict, failure: str) -> None:
     assert failure == ""
-    for iteration in report["iterations"]:
-        for bucket in iteration["buckets"]:
-            truth = made.reduced[iteration["iteration"], bucket["index"]]
-            assert bucket["sha256"] == hashlib.sha256(truth.tobytes()).hexdigest()
+    check_buckets(made, report)
 
 
 @pytest.mark.parametrize("ipv6", [False, True], ids=["v4", "v6"])
@@ -45,7 +31,7 @@ def _complete(made: Synthesis, report: dict, failure: str) -> None:
 def test_encapsulated_mirror(wrap: str, ipv6: bool, tmp_path: Path) -> None:
     job = _job(ipv6=not ipv6)
     made = generate(job, iterations=2, mirror=Mirror(wrap, ipv6, session=9, tag=12 if ipv6 else None))
-    report, failure = _replay(job, made, tmp_path)
+    report, failure = replayed(job, made, tmp_path)
     _complete(made, report, failure)
     assert not any(name in report["drops"] for name in ("truncated", "malformed", "not_roce"))
 
@@ -55,7 +41,7 @@ def test_encapsulated_mirror(wrap: str, ipv6: bool, tmp_path: Path) -> None:
 def test_rewritten_vlan_ttl_and_ecn_disturb_nothing(ipv6: bool, wrap: str, tmp_path: Path) -> None:
     job = _job(ipv6=ipv6)
     made = generate(job, iterations=2, ports=[0, 1], mirror=Mirror(wrap, rewrite=True))
-    report, failure = _replay(job, made, tmp_path)
+    report, failure = replayed(job, made, tmp_path)
     _complete(made, report, failure)
     assert sum(flow["icrc_wrong"] for flow in report["flows"]) == 0
 
@@ -67,7 +53,7 @@ def test_truncating_mirror_is_counted_and_nothing_is_placed(wrap: str, tmp_path:
     made = generate(job, iterations=1, mirror=Mirror(wrap, truncate=200))
     cut = sum(len(frame) > 200 for _, frame in generate(job, iterations=1).packets)
     with pytest.raises(UserError, match=rf"truncated {cut}\b") as refused:
-        _replay(job, made, tmp_path)
+        replayed(job, made, tmp_path)
     assert "no gradient packet" in str(refused.value) and not (tmp_path / "out").exists()
 
 

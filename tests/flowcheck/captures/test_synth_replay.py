@@ -18,6 +18,7 @@ from rich.console import Console
 from flowcheck.job.model import Job, dtype_size
 from flowcheck.offline.replay import ReplayOptions, replay
 from lab.synth import Synthesis, example_job, generate
+from tests.flowcheck.replayed import check_buckets, mask_of, replayed
 from tests.nccl_versions import VERSIONS
 
 pytestmark = pytest.mark.usefixtures("eal")
@@ -39,27 +40,13 @@ jobs = st.builds(
 
 def _replay(job: Job, made: Synthesis, **options: object) -> tuple[dict, str, list[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder)
-        (where / "job.json").write_text(job.to_json())
-        paths = {rank: where / f"port{rank}.pcap" for rank in made.ports}
-        made.write_ports(paths)
-        report, failure = replay(
-            ReplayOptions(list(paths.values()), where / "job.json", where / "out", **options),  # type: ignore[arg-type]
-            Console(quiet=True),
-        )
-        return report.to_dict(), failure, sorted(p.name for p in (where / "out").glob("step-*"))
+        report, failure = replayed(job, made, Path(folder), **options)  # type: ignore[arg-type]
+        return report, failure, sorted(p.name for p in Path(folder, "out").glob("step-*"))
 
 
 def _ranges(mask: np.ndarray) -> list[list[int]]:
     edges = np.flatnonzero(np.diff(np.concatenate(([0], mask.astype(int), [0]))))
     return edges.reshape(-1, 2).tolist()
-
-
-def _mask(size: int, ranges: list[list[int]]) -> np.ndarray:
-    mask = np.zeros(size, bool)
-    for start, end in ranges:
-        mask[start:end] = True
-    return mask
 
 
 def _check_placed(job: Job, made: Synthesis, report: dict, exact: bool) -> None:
@@ -69,19 +56,19 @@ def _check_placed(job: Job, made: Synthesis, report: dict, exact: bool) -> None:
     for iteration in made.truth["iterations"]:
         for bucket in iteration["buckets"]:
             truth = made.reduced[iteration["iteration"], bucket["bucket"]].tobytes()
-            present = _mask(bucket["elements"], bucket["present"])
+            present = mask_of(bucket["elements"], bucket["present"])
             if iteration["iteration"] not in reported:
                 assert not present.any()
                 continue
             found = reported[iteration["iteration"]]["buckets"][bucket["bucket"]]
-            placed = _mask(bucket["elements"], [[p["start"], p["end"]] for p in found["placed"]])
+            placed = mask_of(bucket["elements"], [[p["start"], p["end"]] for p in found["placed"]])
             for part in found["placed"]:
                 assert part["sha256"] == hashlib.sha256(truth[part["start"] * size : part["end"] * size]).hexdigest()
             assert not (placed & ~present).any()
             assert sum(found["missing"].values()) == bucket["elements"] - placed.sum()
             assert (
                 found["missing"].get("not_mirrored", 0)
-                == bucket["elements"] - _mask(bucket["elements"], bucket["carried"]).sum()
+                == bucket["elements"] - mask_of(bucket["elements"], bucket["carried"]).sum()
             )
             if exact:
                 assert _ranges(placed) == bucket["carried"]
@@ -94,10 +81,7 @@ def test_both_directions_of_one_rank_are_everything(job: Job, iterations: int, d
     made = generate(job, iterations=iterations, ports=[rank], seed=iterations)
     report, failure, steps = _replay(job, made)
     assert failure == ""
-    for iteration in report["iterations"]:
-        for bucket in iteration["buckets"]:
-            truth = made.reduced[iteration["iteration"], bucket["index"]]
-            assert bucket["sha256"] == hashlib.sha256(truth.tobytes()).hexdigest()
+    check_buckets(made, report)
     assert len(report["iterations"]) == iterations and steps == [f"step-{iterations:06d}"]
     assert report["parameters"][0]["complete"]
 

@@ -25,6 +25,7 @@ from lab.synth import Synthesis, example_job, generate
 from lab.synth.connection import TransportOptions
 from lab.synth.packets import WRITE_ONLY_IMM, Endpoint
 from lab.synth.packets import Path as Path_
+from tests.flowcheck.replayed import check_buckets
 from tests.nccl_versions import VERSIONS, since
 
 from .oracle import doubts, learnt, placement, refusal, same, unless_refused
@@ -231,10 +232,7 @@ def test_learnt_manifest_replays_to_the_truth(tmp_path: Path, split: bool) -> No
         ReplayOptions([tmp_path / "made.pcap"], tmp_path / "job.json", tmp_path / "out"), Console(quiet=True)
     )
     assert failure == "" and json.loads((tmp_path / "out" / "report.json").read_text())["ok"]
-    for iteration in report.to_dict()["iterations"]:
-        for bucket in iteration["buckets"]:
-            truth = made.reduced[iteration["iteration"], bucket["index"]]
-            assert bucket["sha256"] == hashlib.sha256(truth.tobytes()).hexdigest()
+    check_buckets(made, report.to_dict())
 
 
 def test_a_queue_pair_of_which_no_message_begins_in_the_capture() -> None:

@@ -6,22 +6,20 @@ import json
 import tempfile
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from parser.machine import Engine
-from rich.console import Console
 
 from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Collective, Job, Optimizer, ParameterGroup, dtype_size
-from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
-from lab.synth import Synthesis, generate, sharded_job
+from lab.synth import generate, sharded_job
 from tests.flowcheck.gathered import expected
+from tests.flowcheck.replayed import mask_of, replayed
 from tests.nccl_versions import VERSIONS
 
 pytestmark = pytest.mark.usefixtures("eal")
@@ -44,30 +42,12 @@ jobs = st.builds(
 )
 
 
-def _replay(job: Job, made: Synthesis, where: Path, **options: object) -> tuple[dict, str]:
-    (where / "job.json").write_text(job.to_json())
-    paths = {rank: where / f"port{rank}.pcap" for rank in made.ports}
-    made.write_ports(paths)
-    report, failure = replay(
-        ReplayOptions(list(paths.values()), where / "job.json", where / "out", **options),  # type: ignore[arg-type]
-        Console(quiet=True),
-    )
-    return report.to_dict(), failure
-
-
-def _mask(size: int, ranges: list[list[int]]) -> np.ndarray:
-    mask = np.zeros(size, bool)
-    for start, end in ranges:
-        mask[start:end] = True
-    return mask
-
-
 @REPLAY
 @given(jobs, st.integers(1, 3), st.data())
 def test_both_directions_of_one_rank_are_all_parameters(job: Job, iterations: int, data: st.DataObject) -> None:
     made = generate(job, iterations=iterations, ports=[data.draw(st.integers(0, job.communicator.ranks - 1))])
     with tempfile.TemporaryDirectory() as folder:
-        report, failure = _replay(job, made, Path(folder))
+        report, failure = replayed(job, made, Path(folder))
         assert failure == "" and report["ok"]
         for iteration in report["iterations"]:
             assert iteration["buckets"] == []
@@ -98,7 +78,7 @@ def test_what_is_missing_is_named(job: Job, direction: str, loss: float, seed: i
         return
     with tempfile.TemporaryDirectory() as folder:
         try:
-            report, failure = _replay(job, made, Path(folder))
+            report, failure = replayed(job, made, Path(folder))
         except UserError:
             return  # what little came has no witness: nothing is reported at all
         directories = [p.name for p in (Path(folder) / "out").iterdir() if p.is_dir()]
@@ -109,8 +89,8 @@ def test_what_is_missing_is_named(job: Job, direction: str, loss: float, seed: i
         found = reported[iteration]["gathered"][group["group"]]
         truth = made.gathered[iteration, group["group"]].tobytes()
         size = dtype_size(group["dtype"])
-        placed = _mask(group["elements"], [[p["start"], p["end"]] for p in found["placed"]])
-        present, carried = (_mask(group["elements"], group[name]) for name in ("present", "carried"))
+        placed = mask_of(group["elements"], [[p["start"], p["end"]] for p in found["placed"]])
+        present, carried = (mask_of(group["elements"], group[name]) for name in ("present", "carried"))
         for part in found["placed"]:
             assert part["sha256"] == hashlib.sha256(truth[part["start"] * size : part["end"] * size]).hexdigest()
         assert not (placed & ~present).any()
@@ -128,7 +108,7 @@ def test_what_is_missing_is_named(job: Job, direction: str, loss: float, seed: i
 def test_every_second_step_is_written_and_no_loader_takes_it_for_a_checkpoint(tmp_path: Path) -> None:
     job = sharded_job(ranks=3, count=[1001], after_update=True)
     made = generate(job, iterations=5)
-    _, failure = _replay(job, made, tmp_path, every=2)
+    _, failure = replayed(job, made, tmp_path, every=2)
     assert failure == ""
     names = sorted(p.name for p in (tmp_path / "out").iterdir() if p.is_dir())
     assert names == ["parameters-000002", "parameters-000004", "parameters-000005"]
@@ -152,7 +132,7 @@ def test_second_gather_heals_the_first(tmp_path: Path) -> None:
     packets, psns = made.ports[0], set()
     lost = [p for p in packets if len(p[1]) > 2000 and not (p[1][46:54] in psns or psns.add(p[1][46:54]))]
     made.ports[0] = [p for p in packets if p is not lost[1]]
-    report, failure = _replay(job, made, tmp_path)
+    report, failure = replayed(job, made, tmp_path)
     assert failure == "" and sum(f["missing"] for f in report["flows"]) == 1
 
 
@@ -162,7 +142,7 @@ def test_entries_without_layout_are_hashed_and_absent_ones_named(tmp_path: Path)
     calls = [bare if c.bucket == 0 and c.op == "AllGather" else c for c in job.collectives.steady]
     job.collectives.iteration_0 = job.collectives.steady = calls
     made = generate(job, iterations=1)
-    report, failure = _replay(job, made, tmp_path)
+    report, failure = replayed(job, made, tmp_path)
     assert failure == "" and all(g["sha256"] for g in report["iterations"][0]["gathered"])
     loaded = load_parameters(tmp_path / "out" / "parameters-000000")
     assert loaded.manifest["absent"] == ["group0.weight", "group0.bias"]
