@@ -17,7 +17,6 @@ One thread.
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from flowcheck.ask.client import NodeClient
 from flowcheck.ask.offer import MOST_NBYTES, Offer
 from flowcheck.ask.receiving import AskError, Stream
 from flowcheck.control.checksum import checksum
+from flowcheck.control.tensors import of_text
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, is_sealed
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
@@ -155,7 +155,7 @@ class OpenLog:
                     raise ValueError(f"{name} is no number")
             if any(type(size) is not int or size < 0 for size, _ in spans):
                 raise ValueError("a size is none")
-            buffers = {str(name): _buffer(*one) for name, one in said["head"]["buffers"].items()}
+            buffers = {str(name): of_text(*one) for name, one in said["head"]["buffers"].items()}
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
             raise AskError(f"the head of {what} is none: {error}", where=self._where) from None
         if sum(size for size, _ in spans) != nbytes - 8 - length:
@@ -172,13 +172,6 @@ class OpenLog:
         if sum_text(data) != text:
             raise AskError(f"{what} has other bytes than its head says", where=self._where)
         return data
-
-
-def _buffer(dtype: str, shape: Sequence[int], text: str) -> torch.Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    data = bytearray(base64.b64decode(text))
-    flat = torch.frombuffer(data, dtype=kind) if data else torch.zeros(0, dtype=kind)
-    return flat.reshape(tuple(shape))
 
 
 class LogSource:

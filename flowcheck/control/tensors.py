@@ -11,10 +11,11 @@ aarch64) are little-endian, as the format is. Any thread.
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -24,8 +25,8 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import unwritable
 
 __all__ = [
-    "CHUNK", "DTYPES", "HEADER_LIMIT", "MOST_ELEMENTS", "TensorSpec", "header", "is_shape", "memory", "packed",
-    "packed_bytes", "pieces", "places", "specs_of", "unpack",
+    "CHUNK", "DTYPES", "HEADER_LIMIT", "MOST_ELEMENTS", "TensorSpec", "header", "in_text", "is_shape", "memory",
+    "of_text", "packed", "packed_bytes", "pieces", "places", "specs_of", "unpack",
 ]
 
 #: torch dtype -> name in manifests, name in safetensors.
@@ -212,3 +213,17 @@ def _span(entry: Any, spec: TensorSpec, name: str, where: str) -> tuple[int, int
         text = f"{str(dtype)[:16]} {str(list(shape))[:80]}"
         raise UserError(f"tensor {name!r} is {text}, not {names[spec.dtype]} {list(spec.shape)}", where=where)
     return begin, end
+
+
+def in_text(tensor: torch.Tensor) -> list[Any]:
+    """A small tensor within JSON: dtype, shape, its bytes in base64."""
+    flat = tensor.contiguous()
+    return [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(memory(flat)).decode()]
+
+
+def of_text(dtype: str, shape: Sequence[int], text: str) -> torch.Tensor:
+    """What `in_text` wrote. Raises ValueError, TypeError, AttributeError, RuntimeError for anything else."""
+    kind: torch.dtype = getattr(torch, dtype)
+    data = bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(data, dtype=kind) if data else torch.zeros(0, dtype=kind)
+    return flat.reshape(tuple(shape))

@@ -25,7 +25,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.model import LOG
 from flowcheck.trainer.connection.framed import Frames
 from flowcheck.trainer.connection.sender import Sender
-from flowcheck.trainer.describe.described import Model, group_options
+from flowcheck.trainer.describe.described import Model, group_options, named
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.log.hidden import Hidden
 from flowcheck.trainer.log.summed import summed
@@ -67,9 +67,7 @@ class OutgoingRecords:
             self._base = BaseUpload(self._optimizer, self._parameters, self._constants)
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        names = self._described.names
-        return {names[id(one)]: one for group in self._optimizer.param_groups for one in group["params"]
-                if id(one) in names}
+        return named(self._optimizer, self._described.names)
 
     def _constants(self) -> dict[str, torch.Tensor]:
         held = self._part.state_dict(keep_vars=True)

@@ -19,7 +19,7 @@ from lab.bench.workload import aligned
 from updater import kernels
 from updater.verify import Comparison, checksum
 
-__all__ = ["run"]
+__all__ = ["LINES", "TENSORS", "compared", "only_read", "run"]
 
 TENSORS = 200
 TARGET = 0.6
@@ -39,17 +39,17 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
         theirs = {name: checksum(tensor) for name, tensor in version.items()}
         for threads in (1, 2):
             pool = kernels.Pool(threads)
-            seconds = alternate({"ours": _ours(pool, version, theirs), "read": _read(memory, threads)}, rounds)
+            seconds = alternate({"ours": compared(pool, version, theirs), "read": only_read(memory, threads)}, rounds)
             pool.close()
             speed = {name: [1e-9 * TENSORS * size / s for s in taken] for name, taken in seconds.items()}
             rows.append(Row.of(f"checksum.{width}.{threads}t", "GB/s", speed["ours"], speed["read"], TARGET))
-        seconds = alternate({"ours": _trainers(version), "read": _read(memory, 1)}, rounds)
+        seconds = alternate({"ours": _trainers(version), "read": only_read(memory, 1)}, rounds)
         speed = {name: [1e-9 * TENSORS * size / s for s in taken] for name, taken in seconds.items()}
         rows.append(Row.of(f"checksum.trainer.{width}", "GB/s", speed["ours"], speed["read"], TRAINERS_TARGET))
     return rows
 
 
-def _ours(pool: kernels.Pool, version: dict[str, torch.Tensor], theirs: dict[str, int]) -> Callable[[], float]:
+def compared(pool: kernels.Pool, version: dict[str, torch.Tensor], theirs: dict[str, int]) -> Callable[[], float]:
     return timed(lambda: Comparison(pool, version, theirs).differing())
 
 
@@ -68,7 +68,7 @@ def _trainers(version: dict[str, torch.Tensor]) -> Callable[[], float]:
     return alone
 
 
-def _read(memory: torch.Tensor, threads: int) -> Callable[[], float]:
+def only_read(memory: torch.Tensor, threads: int) -> Callable[[], float]:
     def part(first: int, end: int) -> None:
         roof.read(memory.data_ptr() + first, end - first)
 

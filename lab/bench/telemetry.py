@@ -14,17 +14,15 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from lab.bench import roof
-from lab.bench.rows import Row, alternate, on_threads, timed
+from lab.bench.rows import Row, alternate, timed
+from lab.bench.sums import LINES, TENSORS, compared, only_read
 from lab.bench.workload import aligned
 from updater import kernels
 from updater.measure import Measurer, Parts
-from updater.verify import Comparison, checksum
+from updater.verify import checksum
 
 __all__ = ["run"]
 
-TENSORS = 200
-LINES = 256  # bytes that the read limit takes at a time
 WIDTHS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,8 +42,8 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
             taken = alternate({
                 "gradients": _gradients(measurer, memory, dtype, size),
                 "weights": _weights(measurer, memory, dtype, size),
-                "checksum": _sums(pool, version, theirs),
-                "read": _read(memory, threads),
+                "checksum": compared(pool, version, theirs),
+                "read": only_read(memory, threads),
             }, rounds)
             measurer.close()
             pool.close()
@@ -79,14 +77,3 @@ def _weights(measurer: Measurer, memory: torch.Tensor, dtype: torch.dtype, size:
         return any(not one.elements for one in parts.found())
 
     return timed(work)
-
-
-def _sums(pool: kernels.Pool, version: dict[str, torch.Tensor], theirs: dict[str, int]) -> Callable[[], float]:
-    return timed(lambda: Comparison(pool, version, theirs).differing())
-
-
-def _read(memory: torch.Tensor, threads: int) -> Callable[[], float]:
-    def part(first: int, end: int) -> None:
-        roof.read(memory.data_ptr() + first, end - first)
-
-    return on_threads(part, memory.numel(), threads, LINES)

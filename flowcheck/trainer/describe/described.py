@@ -29,7 +29,7 @@ from flowcheck.trainer.log.codec import record_tree
 from flowcheck.trainer.log.record import StepRecord
 from flowcheck.trainer.log.refusals import coupled, refused
 
-__all__ = ["Model", "Stepping", "check_gradients", "group_options", "stepping"]
+__all__ = ["Model", "Stepping", "check_gradients", "group_options", "named", "stepping"]
 
 _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
 _OPTIONS = {
@@ -79,15 +79,18 @@ class Model:
         return [entry.name for entry in self.entries if entry.kind == "buffer"]
 
 
+def named(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
+    """The parameters that it steps, of those that have a name. names: as of Model."""
+    return {names[id(one)]: one for group in optimizer.param_groups for one in group["params"] if id(one) in names}
+
+
 def stepping(
     optimizer: torch.optim.Optimizer, entries: Sequence[ModelEntry], names: Mapping[int, str], kind: str = REPLICA
 ) -> Stepping:
     """names: as of Model. kind: of versions (Job.kind). Raises UserError: they cannot be had of it."""
     refuse_optimizer(optimizer)
     if kind == LOG:
-        parameters = {names[id(one)]: one for group in optimizer.param_groups for one in group["params"]
-                      if id(one) in names}
-        if (error := refused(optimizer, parameters, at_once=bool(coupled(optimizer)))) is not None:
+        if (error := refused(optimizer, named(optimizer, names), at_once=bool(coupled(optimizer)))) is not None:
             raise error
         return Stepping()
     name = _CLASSES.get(type(optimizer))

@@ -27,11 +27,12 @@ from typing import Any
 import torch
 
 from flowcheck.control.checksum import begin_checksums
+from flowcheck.control.message_fields import SUM
 from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, MOST_ELEMENTS, header, is_shape, memory, specs_of, unpack
 from flowcheck.control.values import tree_of, value_of
 from flowcheck.errors import UserError
 from flowcheck.trainer.log.base import BaseHead, BasePiece, Made
-from flowcheck.trainer.log.copies import Place, TensorCopy, once, spans_of, strided
+from flowcheck.trainer.log.copies import Place, TensorCopy, once, refuse, spans_of, strided
 from flowcheck.trainer.log.record import Entry, Opaque, StepRecord, Wire
 
 __all__ = ["packed", "record_of", "record_tree", "unpacked"]
@@ -122,8 +123,7 @@ def _written(put: Callable[[torch.Tensor], str], value: Any, path: str) -> Any:
         return {"bytes": value.hex()}
     if isinstance(value, Opaque):
         return {"opaque": value.kind}
-    raise UserError(f"is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written", where=path,
-                    remedy="numbers, str, tensors, and list, tuple or dict of them")
+    return refuse(value, path)
 
 
 def _dense(put: Callable[[torch.Tensor], str], held: torch.Tensor) -> list[Any]:
@@ -300,7 +300,7 @@ def _entry(of: _Fields) -> Entry:
     calls = of.get("calls", lambda one: type(one) is list)
     gradients = of.get("gradients", lambda one: _named(one) and all(map(_copy_or_none, one.values())))
     sums = of.get("checksums", lambda one: _named(one) and all(
-        type(text) is str and re.fullmatch("[0-9a-f]{16}", text) for text in one.values()))
+        type(text) is str and SUM.fullmatch(text) for text in one.values()))
     return Entry(
         of.get("iteration", _count), [_record(_Fields(one, of.where)) for one in calls], gradients,
         of.get("skipped", lambda one: type(one) is bool), sums,

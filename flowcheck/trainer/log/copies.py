@@ -26,8 +26,8 @@ from flowcheck.trainer.copies import Copies
 from flowcheck.trainer.describe.parts import local
 
 __all__ = [
-    "GAPS", "Place", "TensorCopy", "copy_of", "live", "nbytes_of", "on_host", "once", "spans_of", "strided",
-    "tensors_of",
+    "GAPS", "Place", "TensorCopy", "copy_of", "live", "nbytes_of", "on_host", "once", "refuse", "spans_of",
+    "strided", "tensors_of",
 ]
 
 GAPS = 16  # times what its elements take is what a tensor with gaps may span
@@ -36,7 +36,8 @@ _FIXED = {bool, int, float, str, bytes, torch.dtype}  # nobody can change them
 _OWN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, DTensor}
 
 
-def _refuse(value: Any, where: str) -> Any:
+def refuse(value: Any, where: str) -> Any:
+    """Raises UserError: it is nothing that a file can have."""
     raise UserError(f"is a {type(value).__module__}.{type(value).__qualname__}, which cannot be written", where=where,
                     remedy="numbers, str, tensors, and list, tuple or dict of them")
 
@@ -58,7 +59,7 @@ class TensorCopy:
 
 
 def copy_of(
-    value: Any, like: torch.Tensor | None, where: str, other: Callable[[Any, str], Any] = _refuse
+    value: Any, like: torch.Tensor | None, where: str, other: Callable[[Any, str], Any] = refuse
 ) -> Any:
     """like: the parameter that it is of; None: of none. where: what the value is called. other: what stands for
     anything but a plain value. A copy is made on the device that has the tensor, in the order of its stream.
