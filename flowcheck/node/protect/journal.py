@@ -51,10 +51,7 @@ class Journal:
     def job(self) -> JobText | None:
         """None: nothing is known of it."""
         if self._said is None:
-            try:
-                self._said = JobText.of((self.folder / "job.json").read_text())
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
-                return None
+            self._said = JobText.read(self.folder / "job.json")
         return self._said
 
     def begin(self, job: JobText) -> None:

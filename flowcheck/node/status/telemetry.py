@@ -47,11 +47,11 @@ class Telemetry:
         self._files = Files(settings, say) if settings.directory is not None else None
         self._lock = threading.Lock()
         self._groups: dict[str, dict[str, Any]] = {}
-        self._parts: dict[tuple[str, ...], list[str]] = {}
+        self._parts: dict[str, tuple[tuple[str, ...], list[str]]] = {}  # of each group: its tensors, and their parts
 
     def take(self, group: str, run: Path, number: int, measured: Measured, say: Callable[..., None]) -> None:
         """number: the trainer's of the iteration. say: events of the group."""
-        figures = self._figures(measured, number)
+        figures = self._figures(group, measured, number)
         with self._lock:
             before = self._groups.pop(group, {"passes": 0, "seconds_total": 0.0, "first": None})
             figures["passes"] = before["passes"] + 1
@@ -60,7 +60,9 @@ class Telemetry:
             figures["first"] = first or before["first"]
             self._groups[group] = figures
             while len(self._groups) > MOST_GROUPS:
-                del self._groups[next(iter(self._groups))]
+                oldest = next(iter(self._groups))
+                del self._groups[oldest]
+                self._parts.pop(oldest, None)
         if first is not None and (before["first"] is None or before.get("finite")):
             say("not_finite", iteration=number, tensor=first["tensor"], element=first["element"], kind=first["kind"],
                 nan=first["nan"], infinity=first["infinity"], tensors=first["tensors"])
@@ -69,11 +71,11 @@ class Telemetry:
             found = zip(measured.names, measured.gradients, measured.weights, strict=True)
             self._files.put(group, run, len(measured.names), (_row(now, number, *one) for one in found))
 
-    def _figures(self, measured: Measured, number: int) -> dict[str, Any]:
-        parts = self._parts.get(measured.names)
-        if parts is None:
-            self._parts = {measured.names: parts_of(measured.names, self.settings.series)}
-            parts = self._parts[measured.names]
+    def _figures(self, group: str, measured: Measured, number: int) -> dict[str, Any]:
+        names, parts = self._parts.get(group, ((), []))
+        if names != measured.names:
+            parts = parts_of(measured.names, self.settings.series)
+            self._parts[group] = measured.names, parts
         by_part: dict[str, list[int]] = {"": list(range(len(parts)))}
         for i, part in enumerate(parts):
             if part:

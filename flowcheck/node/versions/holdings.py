@@ -40,7 +40,7 @@ from flowcheck.node.versions.user_states import ranks_in, user_folder
 from updater.errors import UpdaterError
 from updater.reader import Reader
 
-__all__ = ["DiskShelf", "MemoryShelf", "Pressed", "Shelf", "Withheld", "id_of", "offered"]
+__all__ = ["DiskShelf", "MemoryShelf", "Pressed", "Shelf", "Withheld", "id_of", "in_order", "offered"]
 
 
 class Withheld(FlowcheckError):
@@ -152,7 +152,7 @@ class MemoryShelf(Shelf):
                 there[path, inode] = named[1]
         for key in self._readers.keys() - there.keys():
             self._readers.pop(key).close()
-        found = _sorted(one for key, shard in there.items() for one in self._slots(key, shard))
+        found = in_order(one for key, shard in there.items() for one in self._slots(key, shard))
         for id in self._kept.keys() - self._held.keys() - {one.offer.id for one in found}:
             self._kept.pop(id, None)  # its slot has another version: nobody can ask for this one again
         return found
@@ -214,7 +214,7 @@ class DiskShelf(Shelf):
                     key = path, inode, inode_of(path / MANIFEST)
                     seen[key] = self._steps[key] if key in self._steps else offered(path, inode, self._tier)
         self._steps = seen
-        return _sorted(Holding(one[0], *key[:2], one[1]) for key, one in seen.items() if one is not None)
+        return in_order(Holding(one[0], *key[:2], one[1]) for key, one in seen.items() if one is not None)
 
     def _pin(self, holding: Holding) -> Held:
         return OnDisk(holding, self._now())
@@ -232,7 +232,8 @@ def offered(path: Path, inode: int, tier: str) -> tuple[Offer, str] | None:
                  start=version.start), version.attached
 
 
-def _sorted(found: Iterable[Holding]) -> list[Holding]:
+def in_order(found: Iterable[Holding]) -> list[Holding]:
+    """Newest first."""
     return sorted(found, key=lambda one: (-one.offer.epoch, -one.offer.step, one.path))
 
 

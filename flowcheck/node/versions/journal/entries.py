@@ -18,16 +18,14 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from flowcheck.control.tensors import memory
+from flowcheck.control.tensors import in_text, of_text
 from flowcheck.errors import FlowcheckError
 from flowcheck.journal.format import entry_bytes
 from flowcheck.rebuild.plan import JobPlan
@@ -73,7 +71,7 @@ class Heads:
                 "groups": [dict(one) for one in said.groups], "clip": said.clip, "scale": said.scale,
                 "skipped": said.skipped, "checksums": dict(said.checksums), "sample": said.sample,
             },
-            "buffers": {name: _packed(tensor) for name, tensor in said.buffers.items()},
+            "buffers": {name: in_text(tensor) for name, tensor in said.buffers.items()},
             "unproven": list(unproven), "matches": matches,
         }).encode()
 
@@ -104,24 +102,12 @@ def read(head: bytes, spans: Sequence[np.ndarray]) -> KeptEntry:
         said = json.loads(head)
         record, kinds = said["record"], said["spans"]
         buckets = [_elements(span, dtype, elements) for span, (dtype, elements) in zip(spans, kinds, strict=True)]
-        buffers = {name: _unpacked(*one) for name, one in said["buffers"].items()}
+        buffers = {name: of_text(*one) for name, one in said["buffers"].items()}
         made = Made(StepRecord(record["groups"], record["clip"], record["scale"], record["skipped"],
                                record["checksums"], buffers, record["sample"]), buckets)
         return KeptEntry(said["iteration"], said["line"], made, tuple(said["unproven"]), said["matches"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise FlowcheckError(f"an entry cannot be read: {error}", where="journal") from None
-
-
-def _packed(tensor: torch.Tensor) -> list[Any]:
-    flat = tensor.contiguous()
-    return [str(flat.dtype).removeprefix("torch."), list(flat.shape), base64.b64encode(memory(flat)).decode()]
-
-
-def _unpacked(dtype: str, shape: Sequence[int], text: str) -> torch.Tensor:
-    kind: torch.dtype = getattr(torch, dtype)
-    data = bytearray(base64.b64decode(text))
-    flat = torch.frombuffer(data, dtype=kind) if data else torch.zeros(0, dtype=kind)
-    return flat.reshape(tuple(shape))
 
 
 def _elements(span: np.ndarray, dtype: str, elements: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What a journal says of the job that it is of, so that its steps can be made again: its manifest, and where bytes lie.
 
-    JobText.of(text), job.text()      read, written
+    JobText.of(text), job.text()      read, written; JobText.read(path): of a file
     planned(job)                      its plan
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 from flowcheck.errors import FlowcheckError
@@ -39,6 +40,14 @@ class JobText:
         said = json.loads(text)
         run_id, epoch, ranks = said["run"]
         return cls(said["body"], (run_id, epoch, ranks), said["first"], said["plan"])
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """None: it is not there, or is no such text."""
+        try:
+            return cls.of(path.read_text())
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None
 
 
 def planned(job: JobText) -> JobPlan:

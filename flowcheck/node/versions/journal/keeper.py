@@ -64,11 +64,6 @@ class Keeper:
         except RuntimeError as error:  # there is no thread to be had
             self._came = error
 
-    @property
-    def ready(self) -> bool:
-        """Are its files there, and open?"""
-        return self._writer is not None
-
     # -- a Keeping --
 
     def begin(self) -> None:
@@ -155,11 +150,7 @@ class Keeper:
         try:
             folder = self.folder
             make_private(folder)
-            try:
-                before: JobText | None = JobText.of(folder.job.read_text())
-            except (OSError, ValueError, KeyError, TypeError, RecursionError):
-                before = None
-            if before != self.job:  # another start of it, with other iterations of the same numbers
+            if JobText.read(folder.job) != self.job:  # another start of it, with other iterations of the same numbers
                 remove_tree(folder.path)
                 make_private(folder)
                 write_atomic(folder.job, self.job.text().encode())

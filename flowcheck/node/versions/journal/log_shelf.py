@@ -15,6 +15,7 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,12 @@ class _Log:
 
     @property
     def nbytes(self) -> int:
-        return self.base.nbytes + sum(_entry_bytes(head) for head in self.heads)
+        return self.base.nbytes + sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each entry, as it is served."""
+        return tuple(map(_entry_bytes, self.heads))
 
 
 class LogShelf(Shelf):
@@ -92,7 +98,7 @@ class LogHeld(Held):
         self._log = log
         self._ring = RingReader(log.folder / "ring")
         self._head = self._head_of(log)
-        sizes = [len(self._head), *(piece.nbytes for piece in log.base.pieces), *map(_entry_bytes, log.heads)]
+        sizes = [len(self._head), *(piece.nbytes for piece in log.base.pieces), *log.sizes]
         self._begins = [0, *accumulate(sizes)]
         self._entry: tuple[int, list[memoryview]] | None = None  # that was read last
 
@@ -102,7 +108,7 @@ class LogHeld(Held):
         text = json.dumps(seal({
             "schema": SCHEMA, "run_id": about.run_id, "epoch": about.epoch, "shard": about.shard, "first": about.first,
             "job": dict(about.job), "pieces": [[one.step, one.nbytes, one.sum] for one in log.base.pieces],
-            "entries": [[number, _entry_bytes(head)] for number, head in zip(log.entries, log.heads, strict=True)],
+            "entries": [[number, size] for number, size in zip(log.entries, log.sizes, strict=True)],
         })).encode()
         return len(text).to_bytes(8, "little") + text
 

@@ -48,7 +48,7 @@ class LogBook:
         return max(1, min(SPREAD, self._keeper.room.entries // 4))
 
     def look(self, awaited: int | None) -> None:
-        if self._bases is None and self._keeper.ready:
+        if self._bases is None and self._keeper.opened:
             self._bases = self._begun()
         if awaited is None or self._bases is None:
             return

@@ -56,10 +56,12 @@ class Reach:
 
 
 def reach_of(folder: Folder) -> Reach | None:
+    job = JobText.read(folder.job)
+    if job is None:
+        return None
     try:
-        job = JobText.of(folder.job.read_text())
         entries = RingReader(folder.ring).entries
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, FlowcheckError):
+    except (OSError, FlowcheckError):
         return None
     lines = {one.number: line for one in entries if (line := line_of(one.head, job.plan))}
     spans = []

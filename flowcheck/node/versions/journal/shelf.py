@@ -27,7 +27,7 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.job.version_status import VersionStatus
 from flowcheck.node.process.child import let_go, start
 from flowcheck.node.versions.held import Gone, Held, Holding, OnDisk, inode_of
-from flowcheck.node.versions.holdings import Pressed, Shelf, id_of, offered
+from flowcheck.node.versions.holdings import Pressed, Shelf, id_of, in_order, offered
 from flowcheck.node.versions.journal.border import MODULE, RemakeSettings, Said
 from flowcheck.node.versions.journal.folders import Folder, Place, folders_in
 from flowcheck.node.versions.journal.reach import Reach, reach_of
@@ -45,7 +45,7 @@ class JournalShelf(Shelf):
         self, root: Path, cores: Sequence[int], now: Callable[[], float] = time.monotonic, needs: int = 0
     ) -> None:
         super().__init__(now, needs)
-        self._root, self._cores = root, tuple(cores)
+        self._root, self.cores = root, tuple(cores)
         self._steps: dict[tuple[Path, int], tuple[Offer, str] | None] = {}  # by directory and inode
         self._wanted: dict[str, tuple[Holding, Folder, Place]] = {}  # that may be asked for
         self._reaches: tuple[float, list[Reach]] = -1.0, []
@@ -63,7 +63,7 @@ class JournalShelf(Shelf):
                 if (said := steps[key]) is not None:
                     found.append(Holding(said[0], *key, said[1]))
         self._steps = steps
-        return sorted(found, key=lambda one: (-one.offer.epoch, -one.offer.step, one.path))
+        return in_order(found)
 
     def known(self) -> list[Holding]:
         return [*self.look(), *(holding for holding, _, _ in self._wanted.values())]
@@ -132,10 +132,6 @@ class JournalShelf(Shelf):
             if old.path not in reading:
                 remove_tree(old.path)
         return _Making(holding, folder, base, self)
-
-    @property
-    def cores(self) -> tuple[int, ...]:
-        return self._cores
 
 class _Making(Held):
     """A step that is made, and then read as any on disk."""
