@@ -4,7 +4,7 @@ which versions they have, and hear which are here (peers/common_step.py).
 
 A connection that is not yet known has no thread of its own, and may send 4 KB within five seconds (doors/gate.py).
 Known ones have a reader and a writer each, and there are at most `connections` of them, whatever strangers do: those
-are counted apart. Whoever breaks a rule is told once and closed; nobody waits for anybody else. What strangers do is
+are counted apart. Whoever breaks a rule hears it once and is closed; nobody waits for anybody. What strangers do is
 said once a minute for each address, with how often it was.
 """
 

@@ -2,7 +2,7 @@
 
     groups = Groups(config, port, receive, say, writer, hashes, common)
     groups.take_up(jobs)               groups that an earlier process left, and the jobs of [[follow]]
-    groups.intake_of(name)             of the group of that name, which begins now if there is none; or why not
+    groups.intake_of(name)             of the group of that name, which begins now unless it has begun; or why not
     groups.shelf_of(name)              what peers may read of it
     groups.check()                     raises what ended a group's thread
     groups.stop()

@@ -173,7 +173,7 @@ class Intake(Feed):
             self._send_away(error)
 
     def _is_outnumbered(self) -> bool:
-        """Does another node have this start under a newer epoch, while there is no version of it here?"""
+        """Does another node have this start under a newer epoch, and this one no version of it?"""
         session = self._group.session
         if session is None or (session.replica is not None and session.replica.steps):
             return False

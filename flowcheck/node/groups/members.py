@@ -16,7 +16,7 @@ __all__ = ["Inbound", "RankSession"]
 @dataclass
 class RankSession:
     """One rank that is connected. send: gives a message to its connection, never waits. end: closes it. refuse: closes
-    it, and its run is not to be tried again; None: it cannot be told so.
+    it, and its run is not to be tried again; None: it cannot hear of that.
     start: which start of a job it belongs to, counted by the group. manifest, flows: the last that it has sent.
     numbered: it says when it began, and hears under which epoch that is."""
 

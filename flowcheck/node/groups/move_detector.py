@@ -5,7 +5,7 @@
     for event in movement.look(): ...        again and again: Moved
 
 A connection that has brought packets may bring more, so iterations wait for it. That is right for a port that is down
-for a while. It is wrong where the mirror was configured anew, and all there is comes from other connections, by another
+for a while. It is wrong where the mirror was configured again, and all comes from other connections, by another
 interface or into another queue. Two signs tell that from a loss:
 
     late        LATE iterations in a row lacked nothing, and closed only because their arenas were needed
@@ -13,7 +13,7 @@ interface or into another queue. Two signs tell that from a loss:
                 given up meanwhile (rebuild/version/overload.py), and another one's ring is empty
 
 Ranks of a job are never that far apart, and a thread that is slow has packets in its ring. Whoever hears Moved joins
-the job anew, so that nothing waits for the old place any more. Somebody has to find the cable: so it says which
+the job again, so that nothing waits for the old place any more. Somebody has to find the cable: so it says which
 connections have stopped, and which host is an end of all of them. The group's thread.
 """
 
@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.1  # between two looks at where streams stand
 
 @dataclass(frozen=True)
 class Moved(Event):
-    """The job has to be joined anew."""
+    """The job has to be joined again."""
 
     why: str
 

@@ -1,7 +1,7 @@
 """When a trainer may be asked for its state again: an upload stops training for as long as it takes.
 
     asking = Asking(tell, say, drops)       of one job; begin=...: of one that is begun again by ranges instead
-    asking.ask(why)                         now, or later: then trainers are told why, and `again` asks
+    asking.ask(why)                         now, or later: then trainers hear why, and `again` asks
     asking.uploads.announced(), taken()     a state has begun to come, is here (or came too late)
 
 The first question goes out at once. After that uploads take at most one part in SHARE of the time, whatever the

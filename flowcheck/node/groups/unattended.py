@@ -10,7 +10,7 @@ parameters alone, in the precision of the AllGather, never a version, and nothin
 
 That the manifest is this job's only the traffic says. So nothing is offered before a second iteration has agreed with
 it, as in a replay (offline/session.py); the first one is judged and not written. If a witness disagrees by then, it is
-another job's, and following ends. Iterations are given up, and joined anew, as those of other jobs. No trainer says
+another job's, and following ends. Iterations are given up, and joined again, as those of other jobs. No trainer says
 that an iteration is over: a job that pauses and a mirror that brings nothing look the same, and both are `silent`.
 """
 

@@ -31,6 +31,7 @@ def main(folder: Path, what: str, hold: Path | None = None) -> None:
                 at.iteration()
             seconds = time.monotonic() - began
             hold.unlink()
+            at.until(lambda: len(at.events("journaled")) + len(at.events("hole")) == len(at.closed))
             at.run(10)
             print(json.dumps({"published": [one.published for one in at.closed], "seconds": seconds,
                               "holes": [(one["iteration"], one["cause"]) for one in at.events("hole")]}))

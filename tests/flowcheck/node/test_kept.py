@@ -40,6 +40,7 @@ def remade(at: Kept, step: int) -> Path:
 def with_bases(at: Kept, count: int, iterations: int) -> None:
     at.run(iterations)
     at.until(lambda: len(at.events("base")) >= count)
+    at.writer.close()  # a base that is still being written would push an older one out later
 
 
 def test_any_of_the_last_steps_is_made_again_bit_for_bit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_disk_that_hangs_costs_holes_and_holds_up_nothing(tmp_path: Path, slow
     assert said["published"] == [True] * 26
     holes = dict(said["holes"])
     assert set(holes.values()) == {"busy"}
-    assert {*range(17, 21)} <= set(holes) <= {*range(16, 24)}, "two were on their way"
+    assert {*range(17, 21)} <= set(holes) <= {*range(16, 21)}, "two were on their way"
 
 
 def run(folder: Path, *what: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -43,7 +43,7 @@ class JobText:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """None: it is not there, or is no such text."""
+        """None: it is not there, or not such a text."""
         try:
             return cls.of(path.read_text())
         except (OSError, ValueError, KeyError, TypeError, RecursionError):

@@ -18,7 +18,7 @@ from typing import Any
 
 from flowcheck.durable import make_directory, write_atomic
 
-__all__ = ["About", "log_folder", "read_about", "users_beside", "write_about"]
+__all__ = ["About", "log_folder", "read_about", "users_of", "write_about"]
 
 FILE = "log.json"
 
@@ -42,7 +42,7 @@ def log_folder(folder: Path) -> Path:
     return folder / "log"
 
 
-def users_beside(folder: Path) -> Path:
+def users_of(folder: Path) -> Path:
     """In place of a replica's file, for the names of own states."""
     return log_folder(folder) / "user.log"
 

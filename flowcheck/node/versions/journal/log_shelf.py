@@ -36,7 +36,7 @@ from flowcheck.node.versions.journal.entries import line_of
 from flowcheck.node.versions.journal.folders import Folder, folders_in
 from flowcheck.node.versions.journal.log_bases import WholeBase, piece_path, whole_bases
 from flowcheck.node.versions.journal.log_folder import FILE as ABOUT
-from flowcheck.node.versions.journal.log_folder import About, log_folder, read_about, users_beside
+from flowcheck.node.versions.journal.log_folder import About, log_folder, read_about, users_of
 from flowcheck.node.versions.starts import Seen
 from flowcheck.node.versions.user_states import ranks_in, user_folder, user_in
 
@@ -82,7 +82,7 @@ class LogShelf(Shelf):
     def _holding(self, log: _Log) -> Holding:
         about, step = log.about, log.steps[-1]
         path = log_folder(log.folder) / ABOUT
-        users = spans(ranks_in(user_folder(users_beside(log.folder), step)))
+        users = spans(ranks_in(user_folder(users_of(log.folder), step)))
         return Holding(Offer(
             id_of(LOG, path, inode_of(path), step), LOG, about.run_id, about.epoch, step, about.shard, UNVERIFIED,
             log.nbytes, users, start=about.start, oldest=log.steps[0],
@@ -164,7 +164,7 @@ class LogHeld(Held):
         return self._entry[1]
 
     def user_of(self, step: int, rank: int) -> bytes:
-        return self._user(lambda: user_in(user_folder(users_beside(self._log.folder), step), rank))
+        return self._user(lambda: user_in(user_folder(users_of(self._log.folder), step), rank))
 
     def user(self, rank: int) -> bytes:
         return self.user_of(self.offer.step, rank)
@@ -174,7 +174,7 @@ class LogHeld(Held):
 
 
 def logs_here(root: Path, run_id: str) -> list[Seen]:
-    """The newest step of each log of a run: another start that makes it anew is numbered otherwise."""
+    """The newest step of each log of a run: another start that makes it again is numbered otherwise."""
     found = (_log_in(folder.path) for folder in folders_in(root))
     return [Seen(log.about.epoch, log.steps[-1], line_of_start(log.about.start) or log.about.start)
             for log in found if log is not None and log.about.run_id == run_id]

@@ -18,7 +18,7 @@ from flowcheck.control.protocol import Base, BaseWanted
 from flowcheck.errors import FlowcheckError, said_of
 from flowcheck.node.versions.journal.keeper import Keeper
 from flowcheck.node.versions.journal.log_bases import Bases
-from flowcheck.node.versions.journal.log_folder import About, log_folder, users_beside, write_about
+from flowcheck.node.versions.journal.log_folder import About, log_folder, users_of, write_about
 
 __all__ = ["LogBook"]
 
@@ -41,7 +41,7 @@ class LogBook:
     @property
     def users(self) -> Path | None:
         """None: its folder is not there yet."""
-        return users_beside(self._keeper.folder.path) if self._bases is not None else None
+        return users_of(self._keeper.folder.path) if self._bases is not None else None
 
     @property
     def _spread(self) -> int:
