@@ -3,6 +3,7 @@
     reader = RingReader(directory)
     reader.entries                      what is whole: number, head, nbytes
     reader.read(number)                 its head and spans, all sums checked
+    reader.following(numbers)           of one after the other, each read while the one before it is used
     reader.damaged                      what is not used, and why
 
 Every call looks at the files again. What it returns is what was offered, or it raises: an entry that is being
@@ -14,8 +15,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -97,14 +100,15 @@ class RingReader:
         alone."""
         return self._look()[1]
 
-    def read(self, number: int) -> tuple[bytes, list[np.ndarray]]:
-        """Head and spans (uint8, in the order offered) of an iteration. Raises UserError: it is not there, or was
-        overwritten meanwhile; EnvironmentProblem: it is damaged, or cannot be read."""
+    def read(self, number: int, memory: Memory | None = None) -> tuple[bytes, list[np.ndarray]]:
+        """Head and spans (uint8, in the order offered) of an iteration. memory: in which they lie, and those that were
+        read into it before do not any more. Raises UserError: it is not there, or was overwritten meanwhile;
+        EnvironmentProblem: it is damaged, or cannot be read."""
         said: list[str] = []
         for place in self._whole(said):
             if place.one.number == number:
                 try:
-                    return place.having(spans_in)
+                    return place.having(partial(spans_in, memory=memory))
                 except _Gone:
                     raise UserError(
                         f"iteration {number} was overwritten while it was read", where=place.name, remedy=REMEDY
@@ -115,6 +119,18 @@ class RingReader:
                     ) from None
         more = f"; not used are {'; '.join(said)}" if said else ""
         raise UserError(f"iteration {number} is not in the journal{more}", where=str(self._directory), remedy=REMEDY)
+
+    def following(self, numbers: Sequence[int]) -> Iterator[tuple[bytes, list[np.ndarray]]]:
+        """As `read` of each, in two memories: spans hold until the next are asked for. Raises as `read` does, when the
+        one that cannot be read is asked for."""
+        memories = Memory(), Memory()
+        with ThreadPoolExecutor(1, "flowcheck journal reader") as thread:
+            coming = [thread.submit(self.read, number, memories[0]) for number in numbers[:1]]
+            for at in range(1, len(numbers) + 1):
+                one = coming.pop().result()
+                if at < len(numbers):
+                    coming.append(thread.submit(self.read, numbers[at], memories[at % 2]))
+                yield one
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -178,21 +194,34 @@ def places_in(descriptor: int, path: Path, geometry: Geometry, said: list[str]) 
             break
 
 
-def _bytes(descriptor: int, at: int, count: int) -> np.ndarray:
-    """Memory of its own, which begins at a page. Raises Damaged: the file ends before."""
-    memory = mmap.mmap(-1, count)
-    view, done = memoryview(memory), 0
+class Memory:
+    """What one entry after the other is read into: it begins at a page, grows, and is not faulted in again."""
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+
+    def of(self, count: int) -> memoryview:
+        if self._map is None or len(self._map) < count:
+            self._map = mmap.mmap(-1, count)
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._map.madvise(mmap.MADV_HUGEPAGE)
+        return memoryview(self._map)[:count]
+
+
+def _bytes(descriptor: int, at: int, count: int, memory: Memory) -> np.ndarray:
+    """Raises Damaged: the file ends before."""
+    view, done = memory.of(count), 0
     while done < count:
         got = os.preadv(descriptor, [view[done:]], at + done)
         if not got:
             raise Damaged("the file was cut short")
         done += got
-    return np.frombuffer(memory, np.uint8)
+    return np.frombuffer(view, np.uint8)
 
 
 def _front(descriptor: int, place: Place) -> tuple[bytes, np.ndarray]:
     """Head and table. Raises Damaged, OSError."""
-    return _checked(_bytes(descriptor, place.at, place.one.first_span)[BLOCK:], place.one)
+    return _checked(_bytes(descriptor, place.at, place.one.first_span, Memory())[BLOCK:], place.one)
 
 
 def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
@@ -208,10 +237,10 @@ def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
     return front[: one.head_bytes].tobytes(), table
 
 
-def spans_in(descriptor: int, place: Place) -> tuple[bytes, list[np.ndarray]]:
-    """Head and spans, all sums checked. Raises Damaged, OSError."""
+def spans_in(descriptor: int, place: Place, memory: Memory | None = None) -> tuple[bytes, list[np.ndarray]]:
+    """Head and spans, all sums checked. memory: as of RingReader.read. Raises Damaged, OSError."""
     one = place.one
-    image = _bytes(descriptor, place.at, one.nbytes)
+    image = _bytes(descriptor, place.at, one.nbytes, memory or Memory())
     head, table = _checked(image[BLOCK : one.first_span], one)
     at, spans = one.first_span, []
     for number, (size, wanted) in enumerate(table.tolist()):

@@ -34,7 +34,7 @@ WORK = "work"
 def remake(
     folder: Folder, base: Place, step: int, threads: int, say: Callable[[int], None] = lambda made: None
 ) -> Path:
-    """say: how many steps are made. Memory: two states."""
+    """say: how many steps are made. Memory: two states and two entries."""
     where = str(folder.path)
     try:
         job = JobText.of(folder.job.read_text())
@@ -52,9 +52,9 @@ def remake(
         replica.start(loaded.parameters, loaded.optimizer_state, loaded.step)
         del loaded
         made = _Made(replica, begun)
-        reader, clock = RingReader(folder.ring), Clock(job.first)
-        for number in range(begun.step, step):
-            entry = read(*reader.read(number))
+        clock, numbers = Clock(job.first), range(begun.step, step)
+        for number, kept in zip(numbers, RingReader(folder.ring).following(numbers), strict=True):
+            entry = read(*kept)
             if (entry.line, entry.number) != (base.line, number):
                 raise FlowcheckError(f"iteration {number} is of another line of versions", where=where)
             again(replica, plan, clock.iteration(number), entry.made.record, entry.made.buckets, number, where)
