@@ -27,7 +27,6 @@ BENCHES = {
     "telemetry": ("lab.bench.telemetry", "norms and counts of gradients, against reading them, beside checksums"),
     "protect": ("lab.bench.coding", "parity of streams of bytes, against copying as much and against isa-l"),
     "journal": ("lab.bench.journal", "iterations into a journal's files, against dd of as many bytes"),
-    "redo": ("lab.bench.redo", "a step made again from a journal, against the optimizer alone"),
     "hook": ("lab.bench.hook", "what an attachment costs the training process per step, beside a budget"),
     "baselines": ("lab.bench.baselines", "steps of training in the lab, beside those of other ways to save"),
     "adam": ("lab.bench.adam", "one step of the optimizer, against its memory traffic and torch's"),

@@ -1,15 +1,19 @@
-"""bench redo: a step that a node makes again from its journal, beside one step of the optimizer over as many
-parameters (lab/bench/adam.py), which has its gradients in memory.
+"""A step that a node makes again from its journal, beside one step of the optimizer over as many parameters
+(lab/bench/adam.py), which has its gradients in memory.
+
+    .venv/bin/python -P benchmarks/redo_steps.py [--megabytes 256] [--rounds 21]
 
     redo.THREADS.MODE      parameters per microsecond of a step of `remake`: its entry read, all its sums checked,
                            applied and published; against the same kernels on as many threads without any of that
 
 The journal lies in /dev/shm. Each round makes STEPS steps from one base. The first one is not counted: reading the base
-is no part of a step.
+is no part of a step. Memory: some 20 times --megabytes, which is what the gradients of an iteration take.
 """
 
 from __future__ import annotations
 
+import argparse
+import shutil
 import statistics
 import tempfile
 import time
@@ -18,8 +22,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
 
-from flowcheck.durable import make_directory, remove_tree, write_atomic
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.journal.ring import Hole, RingWriter
@@ -33,13 +37,11 @@ from flowcheck.rebuild.plan import digest_of, plan_job
 from flowcheck.rebuild.version.records import StepRecord
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from lab.bench.adam import Arena, step
-from lab.bench.rows import Row, alternate, here
+from lab.bench.rows import Row, alternate, here, print_rows
 from lab.synth import example_job
 from updater import kernels
 from updater.rounding_modes import cpu_root
 from updater.tuning import PART
-
-__all__ = ["run"]
 
 TARGET = 1 / 1.1
 MODE = "torch-cuda-foreach"
@@ -48,7 +50,7 @@ LINE = "bench"
 
 
 def run(rounds: int, ring_bytes: int) -> list[Row]:
-    """Rows for one and two threads. Gradients of an iteration have `ring_bytes`; all of it takes some 20 times that."""
+    """Rows for one and two threads."""
     count = ring_bytes // 4 // (TENSORS * 1024) * (TENSORS * 1024)
     tuning = look_at_updates(measure=True, recall=False).ways[PART]
     arena = Arena(count)
@@ -81,8 +83,8 @@ def _journal(root: Path, count: int) -> Folder:
     plan, clock, run_of = plan_job(job), Clock(0), (job.run_id, 0, 2)
     digest = digest_of(job.to_dict(), plan, run_of, clock)
     folder, heads = folder_of(root, "", job.run_id, 0), Heads(plan, digest)
-    make_directory(folder.ring)
-    write_atomic(folder.job, JobText(job.to_dict(), run_of, 0, digest).text().encode())
+    folder.ring.mkdir(parents=True)
+    folder.job.write_text(JobText(job.to_dict(), run_of, 0, digest).text())
     generator = torch.Generator().manual_seed(1)
     replica = JobReplica(plan, None, ReplicaOptions(slots=2, threads=2))
     replica.start({one.name: torch.randn(one.shape, generator=generator) for one in job.model}, {}, 0)
@@ -108,7 +110,19 @@ def _remade(folder: Folder, threads: int) -> Callable[[], float]:
     def measure() -> float:
         at: list[float] = []
         path = remake(folder, base, STEPS, threads, lambda made: at.append(time.perf_counter()))
-        remove_tree(path)
+        shutil.rmtree(path)
         return statistics.median(np.diff(at).tolist())
 
     return measure
+
+
+def main() -> None:
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--megabytes", type=int, default=256)
+    asked.add_argument("--rounds", type=int, default=21)
+    given = asked.parse_args()
+    print_rows(run(given.rounds, given.megabytes << 20), Console(width=100))
+
+
+if __name__ == "__main__":
+    main()
