@@ -1,6 +1,7 @@
 """A job of 10^9 parameters through the live node: versions equal to torch's, and where the time goes.
 
-    .venv/bin/python -P benchmarks/live_1e9.py [--parameters 1e9] [--iterations 3] [--gbps 100]        as root
+    .venv/bin/python -P benchmarks/live_1e9.py [--parameters 1e9] [--iterations 3] [--gbps 100] [--journal DIRECTORY]
+                                                                                                      as root
 
 `flowcheck-node` runs on one end of a veth pair. The other end is sent bf16 gradients as SIMPLE packets of 4 KB on 8
 channels, by a thread in C (lab/stream.py) pinned to the last processor, at the rate at which the node takes
@@ -11,7 +12,8 @@ for each of two versions, 2 for each of two arenas, 2 for the state while it com
 Iteration 0 has one bucket, as DDP's has, and is compared alone. The others have buckets of 25 MB and follow each other
 without a pause. Printed are, for each iteration, seconds from its first packet to its last and to its version; the
 slack, which is the next one's first packet less that; what the node says of the iteration; and processor seconds by
-thread of the node. Memory is asked for before anything is started.
+thread of the node. Memory is asked for before anything is started. With --journal the node keeps one there, of JOURNAL
+iterations and its bases, so that the slack with and without it can be compared.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ IN_FLIGHT = 2048  # packets; the kernel keeps 4096 for the node
 RING = 1 << 16
 SHIFT = 1_000_003  # elements by which the gradients of an iteration lie behind those of the one before
 SLOTS = ARENAS = 2
+JOURNAL = 16  # room in iterations, bases among them
 PAGES = 400 << 20  # what node and trainer take besides: torch twice, rings, interpreters
 LONGEST = 600.0
 ROLES = {"fc-rx": "receive", "fc-place": "place", "fc-update": "update"}
@@ -129,10 +132,10 @@ class Run:
 # -- memory --------------------------------------------------------------------------------------------------
 
 
-def memory(count: int, iterations: int) -> dict[str, int]:
+def memory(count: int, iterations: int, slots: int) -> dict[str, int]:
     """Bytes, by what takes them."""
     return {
-        f"node: {SLOTS} versions of bf16 parameters": SLOTS * 2 * count,
+        f"node: {slots} versions of bf16 parameters": slots * 2 * count,
         f"node: {ARENAS} arenas, and a bit for 8 bytes of each": ARENAS * 2 * count * 65 // 64,
         "node: the state while it comes": 2 * count,
         "here: gradients": 2 * (count + iterations * SHIFT),
@@ -140,8 +143,8 @@ def memory(count: int, iterations: int) -> dict[str, int]:
     }
 
 
-def check_memory(count: int, iterations: int) -> None:
-    parts = memory(count, iterations)
+def check_memory(count: int, iterations: int, slots: int) -> None:
+    parts = memory(count, iterations, slots)
     for what, size in parts.items():
         print(f"{what:52} {size / 1e9:7.2f} GB")
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -158,8 +161,10 @@ def check_memory(count: int, iterations: int) -> None:
 
 
 class Node:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, count: int, slots: int, journal: Path | None) -> None:
         (folder / "token").write_bytes(TOKEN)
+        kept = "" if journal is None else (
+            f'[journal]\ndirectory = "{journal}"\nmegabytes = {1 + JOURNAL * 2 * count // (1 << 20)}\n')
         (folder / "node.toml").write_text(f"""
 name = "{NAMESPACE}"
 [control]
@@ -172,11 +177,11 @@ ring_size = {RING}
 huge = false
 [replica]
 directory = "/dev/shm"
-slots = {SLOTS}
+slots = {slots}
 arenas = {ARENAS}
 threads = 1
 keep = false
-""")
+{kept}""")
         self._command = [
             *netns.prefix(NAMESPACE), sys.executable, "-P", "-m", "flowcheck.node", "--config",
             str(folder / "node.toml"),
@@ -205,7 +210,7 @@ keep = false
         for line in self.process.stdout:
             event = json.loads(line)
             self.events.append(event)
-            if event["event"] in ("dropped", "lost", "waiting", "behind", "problem"):
+            if event["event"] in ("dropped", "lost", "waiting", "behind", "problem", "journaled", "hole", "base"):
                 print("node:", line.strip(), flush=True)
 
     def received(self) -> int:
@@ -329,11 +334,13 @@ def main() -> None:
     asked.add_argument("--parameters", type=float, default=1e9)
     asked.add_argument("--iterations", type=int, default=3)
     asked.add_argument("--gbps", type=float, default=100.0, help="most GB of packets per second")
+    asked.add_argument("--journal", type=Path, help="a directory: keep the gradients there, too")
     options = asked.parse_args()
     count = int(options.parameters)
     torch.set_num_threads(1)  # which elements of a bf16 tensor round in a scalar loop depends on it
     netns.require()
-    check_memory(count, options.iterations)
+    slots = SLOTS + (options.journal is not None)  # one for the base that is written
+    check_memory(count, options.iterations, slots)
     job = make_job(count)
     run = Run(job, options.iterations)
     netns.add(NAMESPACE)
@@ -342,7 +349,7 @@ def main() -> None:
         netns.batch(NAMESPACE, [f"link add {NEAR} mtu 9000 type veth peer name {FAR} mtu 9000", f"link set {NEAR} up",
                                 f"link set {FAR} up"])
         with tempfile.TemporaryDirectory() as folder:
-            node = Node(Path(folder))
+            node = Node(Path(folder), count, slots, options.journal)
             node.check()
             address = node.start()
             try:
