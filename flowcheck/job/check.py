@@ -1,6 +1,7 @@
 """What a type cannot express: ranges, references between parts of a job manifest, contradictions.
 
-`check(job, place)` raises UserError at the first field that cannot be right; it changes nothing but the
+`check(job, place)` raises UserError at the first field that cannot be right, also of the optimizer (optimizer.py)
+and of parameters that are gathered (groups.py); it changes nothing but the
 buffer and thread tables, which it completes with NCCL's defaults. Values that would make the wire model
 divide by zero or loop for ever are refused here, so that no later stage has to. Standard library only.
 """

@@ -1,6 +1,7 @@
 """The optimizer of a manifest, checked: names, groups and options.
 
-`check_optimizer(job, place)` raises UserError at the first field that cannot be right. Called by check.py; standard
+`check_optimizer(job, place)` raises UserError at the first field that cannot be right; a log names none. Which
+optimizers of a script a log can have is decided in its trainer (trainer/log/refusals.py). Called by check.py; standard
 library only.
 """
 

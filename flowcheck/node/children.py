@@ -6,8 +6,9 @@
     children.close()
 
 The node's lasting processes are all started here, by process/child.py, which watches them. Short ones are started by
-groups/assigning.py (channels are looked for), protect/replacement.py (an operator's command) and, for --check,
-store/supervisor.py. Main thread.
+groups/assigning.py (channels are looked for), protect/replacement.py (an operator's command), for --check
+store/supervisor.py, and in the API's process versions/journal/shelf.py (a step is made again). Besides, whoever wants
+a checksum first may run a compiler (control/compiled.py). Main thread.
 """
 
 from __future__ import annotations

@@ -71,6 +71,8 @@ typedef struct packet {
     int witness;      /* 2: a header agreed: witness()            */
 } packet;
 
+/* Where a packet with a wrong ICRC goes: it is counted, no PSN of it is noted, and nothing placed. Who knows which bytes it
+ * should have brought notes these as lost first. */
 int fc_refuse_icrc(fc_flow *f)
 {
     f->bad_icrc++;

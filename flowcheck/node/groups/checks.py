@@ -1,5 +1,7 @@
-"""Small pure parts of a group: the flows of all ranks together, what a state holds,
-whether a job can be followed."""
+"""Can a group follow a job: is the manifest of this run, does it leave something to do, does the node have the memory.
+
+Besides, pure: the flows of all ranks together, and what a state holds.
+"""
 
 from __future__ import annotations
 

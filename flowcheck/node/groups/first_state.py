@@ -153,7 +153,8 @@ class FirstState:
         self._tell(Joined(number))
 
     def lost(self, why: str, final: bool) -> None:
-        """final: the job is not to be followed any more."""
+        """Versions have ended: a state is wanted again, when state_requests.py allows it. final: the job is not to be
+        followed any more."""
         session = self._group.session
         if session is not None and session.log is not None:
             return  # the next record begins it again

@@ -1,6 +1,6 @@
 """When a trainer may be asked for its state again: an upload stops training for as long as it takes.
 
-    asking = Asking(tell, say, drops)       of one job; begin=...: of one that is begun again by ranges instead
+    asking = Asking(tell, say, drops)       of one job (first_state.py); begin=...: it is begun again by ranges
     asking.ask(why)                         now, or later: then trainers hear why, and `again` asks
     asking.uploads.announced(), taken()     a state has begun to come, is here (or came too late)
 

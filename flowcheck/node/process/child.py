@@ -1,9 +1,11 @@
 """A process of the node's own: started, read, watched and ended by it, and never waited for.
 
-    child = ChildProcess(PROGRAM, settings, say)   any of them: its module says what it is (api, protect, store)
+    child = ChildProcess(PROGRAM, settings, say)   a lasting one (children.py): api, protect, store
     child.look()                                   again and again: says what it did, starts it again if it has ended
     child.order(order)                             other settings from now on, also when it is started again
     child.close()                                  a few seconds at most, whatever it does
+
+    process = start(module, settings)              a short one, watched by whoever started it
 
     settings, say = begun(StoreSettings), Lines(EVENTS)       in the process itself: first of all
     for order in orders(NewKeys): ...                         until the node ends

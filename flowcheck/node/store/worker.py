@@ -160,6 +160,8 @@ class Persister:
                 upload.thread.join(max(0.0, end - time.monotonic()))
 
     def _due(self, upload: _Upload, there: Mapping[int, Holding]) -> Holding | None:
+        """The version that is uploaded next, None: none now. A new multiple of `every` comes before what is due by
+        time. there: by step, what the replica has."""
         every, now = self._wants.every, self._now()
         multiple = max((step for step in there if every and step % every == 0 and step > upload.seen), default=None)
         if multiple is not None:

@@ -128,8 +128,8 @@ class VersionChain:
         self.replica = replica
 
     def publish(self, step: int, judged: Judged, *, matched: bool) -> bool:
-        """Publish version `step`, which was built. matched: the trainer's checksums of it did. False: it is one that
-        must not be, and is held to build on."""
+        """Publish version `step`, which was built, with its status, which is decided here. matched: the trainer's
+        checksums of it did. False: it is one that must not be, and is held to build on."""
         assert self.replica is not None
         if not judged.verdict.publishable:
             self.replica.hold()

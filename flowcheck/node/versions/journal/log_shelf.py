@@ -181,7 +181,8 @@ def logs_here(root: Path, run_id: str) -> list[Seen]:
 
 
 def _log_in(folder: Path) -> _Log | None:
-    """The newest steps that can be made in a folder of a run; None: none can."""
+    """The newest steps that can be made in a folder of a run; None: none can. Entries belong to a base from its first
+    iteration on, whatever line they are of, up to the first that is not there."""
     about = read_about(folder)
     if about is None:
         return None

@@ -6,7 +6,7 @@
     reach.holes                                 iterations between entries that are there
 
 An entry belongs to a line, and is applied to a base of that line alone (folders.py). A line that has diverged ends with
-the last step that was verified.
+the last step that was verified. Of a log, which has no versions of its own: log_shelf.py.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Reach:
 
 
 def reach_of(folder: Folder) -> Reach | None:
+    """An entry belongs to a base if it names the base's line, and so do all between them."""
     job = JobText.read(folder.job)
     if job is None:
         return None
