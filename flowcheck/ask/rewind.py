@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowcheck.ask.client import NodeClient
-from flowcheck.ask.offer import JOURNAL, MEMORY
+from flowcheck.ask.offer import JOURNAL, LOG, MEMORY
 from flowcheck.ask.receiving import AskError
 from flowcheck.ask.refusals import GoneError
 from flowcheck.ask.sources import offers_of
@@ -77,7 +77,8 @@ def steps_of(nodes: Sequence[NodeClient]) -> Steps:
             node.close()
         bases = {(one["run_id"], one["epoch"], one["shard"], span["first"]): span
                  for one in journals for span in one["steps"] if span["kind"] == BASE}
-        for offer in offers:
+        once = {(one.run_id, one.epoch, one.shard, one.step): one for one in reversed(offers) if one.tier == LOG}
+        for offer in (*(one for one in offers if one.tier != LOG), *once.values()):  # a log is offered with each base
             kind = SLOT if offer.tier == MEMORY else offer.tier
             if kind == JOURNAL and (offer.run_id, offer.epoch, offer.shard, offer.step) in bases:
                 kind = BASE

@@ -36,7 +36,9 @@ from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.version_status import VersionStatus
 
-__all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "offers_of", "take"]
+__all__ = [
+    "Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "offers_of", "take", "when_free",
+]
 
 MOST_ROUNDS = 16
 MOST_AHEAD = 1 << 20  # epochs of which nobody vouches for one: a planted one that is further leaves none for later
@@ -104,8 +106,8 @@ class Found:
 class Fetched:
     """A version whose every hash agreed. model: {name: tensor}; state: {parameter: {key: tensor}}. source: node and
     tier. nbytes: received, those of sources that were given up too. passed: why nearer sources were not taken. users:
-    the own states of those ranks that were asked for. log: of what it is made by who asked; then `model` and `state`
-    are empty; None: it is all here."""
+    the own states of those ranks that were asked for. logs: of what it is made by who asked, the first of which was
+    looked at, and others that have it; then `model` and `state` are empty; (): it is all here."""
 
     version: Version
     model: dict[str, torch.Tensor]
@@ -115,7 +117,7 @@ class Fetched:
     seconds: float
     passed: tuple[str, ...]
     users: Mapping[int, UserState] = field(default_factory=dict)
-    log: LogSource | None = None
+    logs: tuple[LogSource, ...] = ()
 
 
 def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
@@ -195,7 +197,7 @@ def offers_of(nodes: Sequence[NodeClient], full: float = 0.0, step: int | None =
 def _offers(node: NodeClient, full: float, step: int | None) -> list[Offer] | str:
     node.misasked = ""
     try:
-        return _when_free(node, node.offers if step is None else partial(node.offers, step), 0.0, full)
+        return when_free(node, node.offers if step is None else partial(node.offers, step), 0.0, full)
     except AskError as error:
         node.misasked = error.remedy
         return f"{node.name}: {error.what}"
@@ -273,7 +275,7 @@ def fetch(
     received = 0
     tried = Counter[tuple[str, str]]()
     places = sorted(found.of(key), key=lambda at: (not VersionStatus.of(at[1].status).verified, -len(ranks(at[1]))))
-    for node, offer in places:
+    for number, (node, offer) in enumerate(places, 1):
         tried[node.name, offer.tier] += 1
         if tried[node.name, offer.tier] > MOST_SAME:
             if tried[node.name, offer.tier] == MOST_SAME + 1:
@@ -282,18 +284,18 @@ def fetch(
         before = node.connection.received
         try:
             if offer.tier == LOG:
-                log = LogSource(node.again(), offer)
+                log, *others = (LogSource(one.again(), its) for one, its in places[number - 1 :] if its.tier == LOG)
                 passed_on = tuple(passed)
-                _when_free(log.node, log.head)
-                users = {rank: _when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
+                when_free(log.node, log.head)
+                users = {rank: when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
                 return Fetched(log.version(), {}, {}, log.where, log.node.connection.received,
-                               time.monotonic() - began, passed_on, users, log)
+                               time.monotonic() - began, passed_on, users, (log, *others[:MOST_SAME]))
             # One that proved bad is held for some seconds after that, and its node may have no slot for another.
-            version = _when_free(node, partial(node.version, offer))
+            version = when_free(node, partial(node.version, offer))
             given = Into(version, into)
-            model = _when_free(node, partial(node.tensors, offer, version, MODEL, given.alone))
-            state = split(_when_free(node, partial(node.tensors, offer, version, OPTIMIZER, {})))
-            users = {rank: _when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
+            model = when_free(node, partial(node.tensors, offer, version, MODEL, given.alone))
+            state = split(when_free(node, partial(node.tensors, offer, version, OPTIMIZER, {})))
+            users = {rank: when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
             given.finish(model)
         except AskError as error:
             passed.append(f"{error.where or node.name}: {error.what}")
@@ -313,7 +315,7 @@ def fetch(
     )
 
 
-def _when_free(
+def when_free(
     node: NodeClient, ask: Callable[[], _Given], busy: float | None = None, full: float | None = None
 ) -> _Given:
     """What it says, as soon as it has room for another. busy, full: seconds that it may have no slot, or no connection.
@@ -352,7 +354,7 @@ def take(
         may(found)
         try:
             fetched = fetch(found, key, {}, lambda offer: offer.with_user if users else ())
-            if fetched.log is not None:
+            if fetched.logs:
                 raise UserError(f"step {key[1]} is kept as a log, of which its trainers make it", where=fetched.source,
                                 remedy="flowcheck.recover, and recovered.load(model, optimizer), in the job's script")
             return replace(fetched, passed=(*passed, *fetched.passed))

@@ -1,7 +1,7 @@
 """Steps made again by the trainer's own optimizer, on its own device: a base, and the log's entries since.
 
     redone = redo(parameters, optimizer, base, entries, say)
-    redone.step, redone.verified, redone.differs
+    redone.step, redone.verified, redone.differs, redone.matched
 
 For each iteration: parameters that the base has of just this step are put in place (value and state), the optimizer's
 options are those of the record and no others, gradients are as it had them (None where it had none, or where the
@@ -25,7 +25,7 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from flowcheck.control.checksum import begin_checksums
-from flowcheck.errors import UserError
+from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BasePiece, Made, groups_of
 from flowcheck.trainer.log.copies import live
@@ -33,7 +33,7 @@ from flowcheck.trainer.log.record import Entry, Opaque, StepRecord, made_options
 from flowcheck.trainer.log.refusals import coupled, refused
 from flowcheck.trainer.log.summed import summed
 
-__all__ = ["Redone", "redo"]
+__all__ = ["Before", "Redone", "redo"]
 
 SAY_SECONDS = 5.0  # between two lines of progress
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -47,8 +47,9 @@ class Redone:
 
     step: iterations done, as the state has them.
     verified: the newest step whose checksums, of all parameters, are those of the trainer; None: no entry had them.
-    differs: the first tensor whose checksum is another, and after which step; "" otherwise. Model and optimizer are
-        then as they were before.
+    differs: the first tensor whose checksum is another, and after which step; or which entry cannot be had, and why;
+        "" otherwise. Model and optimizer are then as they were before.
+    matched: all steps whose checksums, of all parameters, are those of the trainer, up to there.
     unproven: what is otherwise than where the steps were first made, and may round otherwise.
     calls: of `optimizer.step()`.
     seconds: that it took.
@@ -60,18 +61,22 @@ class Redone:
     unproven: tuple[str, ...]
     calls: int
     seconds: float
+    matched: tuple[int, ...] = ()
 
 
 def redo(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, base: Base, entries: Iterable[Entry],
     say: Callable[[str], None], *, to: int | None = None, options: list[dict[str, Any]] | None = None,
+    before: Before | None = None,
 ) -> Redone:
     """parameters: by the names of the base, as the optimizer has them.
-    entries: of iterations base.first and later, in order; read one at a time.
+    entries: of iterations base.first and later, in order; read one at a time. Where that raises a FlowcheckError, the
+        redo ends as where a checksum differs.
     say: a line of the log.
     to: the step to make; None: as far as the entries go.
     options: of the groups at the boundary of that step (schedules change them after a step), as of `options_of`; None:
         as the last step left them.
+    before: model and optimizer as they are to be left where it fails; None: as they are now.
 
     Raises UserError, and leaves model and optimizer as they were: the base is not whole or of another optimizer or
     model, an entry is missing or lacks a gradient, or the optimizer is one that cannot be redone."""
@@ -82,12 +87,12 @@ def redo(
         raise UserError(f"step {to} lies before the base, which is whole from step {base.last} on", where="redo",
                         remedy="an older base")
     run = _Run(parameters, optimizer, base)
-    before = _Before(parameters, optimizer)
+    before = before or Before(parameters, optimizer)
     spoken = begun
     try:
         with _quiet(optimizer), _threads(base.head.made.threads):
             run.begin()
-            for entry in entries:
+            for entry in _had(entries, run):
                 if to is not None and run.step >= to:
                     break
                 run.make(entry)
@@ -109,7 +114,16 @@ def redo(
         before.give_gradients()
         said = f"as the trainer's checksums at step {run.verified}" if run.verified is not None else "not verified"
         say(f"redone from step {base.first} to {run.step}: {run.calls} steps in {seconds:.2f} s, {said}")
-    return Redone(run.step, None if run.differs else run.verified, run.differs, unproven, run.calls, seconds)
+    return Redone(run.step, None if run.differs else run.verified, run.differs, unproven, run.calls, seconds,
+                  tuple(run.matched))
+
+
+def _had(entries: Iterable[Entry], run: _Run) -> Iterator[Entry]:
+    """Until one cannot be had."""
+    try:
+        yield from entries
+    except FlowcheckError as error:
+        run.differs = f"iteration {run.step} cannot be had: {error.what}"
 
 
 def _check(
@@ -166,7 +180,7 @@ def _check_groups(here: list[list[str]], made: list[list[str]], in_order: bool) 
 
 
 class _Run:
-    """step: iterations done. calls: of the optimizer. verified, differs: as of Redone."""
+    """step: iterations done. calls: of the optimizer. matched, differs: as of Redone."""
 
     def __init__(
         self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, base: Base
@@ -178,8 +192,12 @@ class _Run:
             self._begin.setdefault(piece.step, []).append(piece)
         self._begun: set[str] = set()
         self.step, self.calls = base.first, 0
-        self.verified: int | None = None
+        self.matched: list[int] = []
         self.differs = ""
+
+    @property
+    def verified(self) -> int | None:
+        return self.matched[-1] if self.matched else None
 
     def begin(self) -> None:
         """All pieces, for optimizers that look at the state of parameters without a gradient, too. One that begins
@@ -294,10 +312,10 @@ class _Run:
                 self.differs = f"the checksum of {name} after step {self.step} is not the trainer's"
                 return
         if len(said) == len(here) and len(self._begun) == len(self._parameters):
-            self.verified = self.step
+            self.matched.append(self.step)
 
 
-class _Before:
+class Before:
     """Model and optimizer as they were. State is kept by reference: a redo puts other objects in its place."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
+from flowcheck.job.version_status import UNVERIFIED, VERIFIED, VersionStatus
 from flowcheck.trainer.describe.extra import is_extra
 from flowcheck.trainer.describe.megatron import Pieces, instances, torch_optimizer
 from flowcheck.trainer.describe.parts import local
-from flowcheck.trainer.recover.logged import Logged
+from flowcheck.trainer.recover.logged import Loaded, Logged
+from flowcheck.trainer.recover.own import PARTS, Given
 from flowcheck.trainer.user import restore_rng
 
 __all__ = ["PARTS", "Recovered"]
 
-PARTS = ("user", "scheduler", "scaler", "rng")
 _BY_HAND = "ask recovered.has({0!r}) first, and {1}; or step= of a version that has it"
 _REMEDIES = {
     "user": _BY_HAND.format("user", "find the loader's place by recovered.step"),
@@ -28,9 +29,10 @@ _REMEDIES = {
 }
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(repr=False)
 class Recovered:
-    """A version to go on from; false without one: the job starts fresh.
+    """A version to go on from; false without one: the job starts fresh. `load` alone changes it, where the version is
+    kept as a log.
 
     step: updates that it has seen, and so the number of the next iteration; 0 of a fresh start.
     epoch: for `attach`: one more than the newest that the nodes have of the run; 0 where they have nothing of it.
@@ -46,6 +48,8 @@ class Recovered:
     passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
     log: of a version that is kept as a log, what `load` redoes it from; then `model` and `optimizer` are empty, and
         `status` is what was known before that. None: it is not kept so.
+    why: of a log, after `load`: why it was not made of the newest base, or why `step` is an older one than was chosen;
+        "": it was, and is not.
     """
 
     step: int
@@ -64,6 +68,8 @@ class Recovered:
     passed: tuple[str, ...] = ()
     version_epoch: int = -1
     log: Logged | None = None
+    why: str = ""
+    _read: set[str] = field(default_factory=set, init=False, compare=False)  # parts that the script has had
 
     def __bool__(self) -> bool:
         return bool(self.source)
@@ -99,6 +105,7 @@ class Recovered:
 
     def _part(self, name: str) -> dict[str, Any]:
         if name in self.parts:
+            self._read.add(name)
             return self.parts[name]
         why = self.missing.get(name, "this rank gave none with it")
         raise _missing(name, self.step, why if self else "nothing was recovered, the job starts fresh")
@@ -109,16 +116,24 @@ class Recovered:
         or of other parameters.
 
         Of a version that is kept as a log: its base is put in place, and this optimizer makes the steps since then
-        again, which takes what they took. What comes of it is held against the trainer's newest checksum. Raises
-        EnvironmentProblem: it differs, or the log cannot be had any more. Model and optimizer are then as before."""
+        again, which takes what they took. What comes of it is held against the trainer's checksums. Where one differs,
+        or a part of the log is damaged, older bases are tried. Where none makes `step`, and no step was asked for by
+        its number, all ranks take the newest step whose checksums were the trainer's on the way: `step`, `status` and
+        own states are then those of it, and `why` says why. Raises EnvironmentProblem: there is none. Model and
+        optimizer are then as before. All ranks call it, if they recovered together."""
         given_optimizer, optimizer = optimizer, torch_optimizer(optimizer)
         for given, kind, name in ((model, torch.nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
             if not isinstance(given, kind):
                 raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
                                 remedy="recovered.load(model, optimizer)")
         if self.log is not None:
-            self._check_extra(model.state_dict())
-            self.log.load(model, optimizer)
+            entries = model.state_dict()
+            try:
+                self._check_extra(entries)
+            except UserError as error:
+                self.log.give_up(error)
+                raise
+            self._becomes(self.log.load(model, optimizer, lambda step, given: self._check_back(entries, step, given)))
             for name, value in self.model.items():
                 model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
             return
@@ -159,6 +174,26 @@ class Recovered:
             model.load_state_dict(values | extra)
             optimizer.load_state_dict(whole)
 
+    def _check_back(self, held: Mapping[str, Any], step: int, given: Given) -> None:
+        """Raises UserError: the script cannot go on with an older step. held: the model's entries."""
+        if self._read:
+            read = ", ".join(sorted(self._read))
+            raise UserError(f"step {self.step} cannot be made, and its {read} were read before: step {step} is the"
+                            " newest that is verified", where="recover",
+                            remedy="recovered.load before anything else of it is read; or step= of that one")
+        replace(self, step=step, parts=given.parts, missing=given.missing, model=given.extra)._check_extra(held)
+
+    def _becomes(self, loaded: Loaded) -> None:
+        """What was made."""
+        if loaded.given is not None:
+            self.step, self.model = loaded.step, loaded.given.extra
+            self.parts, self.missing = loaded.given.parts, loaded.given.missing
+            self.passed += loaded.given.said
+        verified = loaded.verified
+        self.status = str(VersionStatus(UNVERIFIED) if verified is None else VersionStatus(VERIFIED)
+                          if verified == self.step else VersionStatus.follows(verified))
+        self.unproven, self.why = loaded.unproven, loaded.why
+
     def _check_extra(self, held: Mapping[str, Any]) -> None:
         """Raises UserError, by name, for what a module wants back, or has given, and the version has not."""
         lost = [name for name in held if is_extra(name) and name not in self.model]
@@ -188,9 +223,10 @@ class Recovered:
             of = f" of run {self.run_id!r}" if self.run_id else ""
             return f"Recovered(nothing: no node has a version{of}, a fresh start at step 0{not_taken})"
         open_ = f", unproven: {'; '.join(self.unproven)}" if self.unproven else ""
+        why = f"; {self.why}" if self.why else ""
         return (
             f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.version_epoch}, {self.status}{open_}, from"
-            f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken})"
+            f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken}{why})"
         )
 
 

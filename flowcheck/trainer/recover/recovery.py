@@ -44,9 +44,9 @@ from flowcheck.ask.sources import (
 from flowcheck.ask.torch_state import torch_state
 from flowcheck.control.start import line_in, order
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.trainer.describe.extra import extra_of
-from flowcheck.trainer.recover.logged import Logged
-from flowcheck.trainer.recover.recovered import PARTS, Recovered
+from flowcheck.trainer.recover.logged import Logged, Together
+from flowcheck.trainer.recover.own import flags_of, given_of, own_state
+from flowcheck.trainer.recover.recovered import Recovered
 from flowcheck.trainer.recover.statements import (
     check_no_errors,
     check_same,
@@ -65,7 +65,6 @@ __all__ = ["Recovered", "recover"]
 
 _log = logging.getLogger("flowcheck")
 NODES = "FLOWCHECK_NODES"
-_NAMES = {"groups": "the groups' options"}
 OLDER_WITH_USER = 10  # steps that a version may be older which has every rank's own state
 LONGEST = 1e6  # seconds
 
@@ -174,7 +173,8 @@ class _Agreement:
         reasons = reasons_of(said, key)
         if got.fetched is not None and not any(reasons):
             without = lacking(said, self._own, got.state, got.why_no_state)
-            return _recovered(got, got.fetched, self.passed, without, epoch, self._own)
+            together = Together(self._ranks, self._own, self._as_many, got.fetched.version.shard, step is not None)
+            return _recovered(got, got.fetched, self.passed, without, epoch, self._own, together)
         self._bad.append(key)
         self._stood = set().union(*held)
         self.passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
@@ -219,14 +219,13 @@ def _get(found: Found, key: Key, into: Mapping[str, torch.Tensor], own: int | No
         return _Got(why=error.what)
     except Exception as error:  # arguments that do not fit; or a fault of ours: the others have to hear of it, too
         return _Got(wrong=error)
-    if fetched.log is not None:
-        state, why = _user(fetched, own, as_many)
+    state, why = own_state(fetched.users.get(own) if own is not None else None, own, as_many)
+    if fetched.logs:
         return _Got(fetched, state=state, why_no_state=why)
     try:
         optimizer = torch_state(fetched.version.optimizer, fetched.state, fetched.version.rounding, "recover")
     except UserError as error:
         return _Got(why=f"{fetched.source}, step {key[1]}: {error.what}")
-    state, why = _user(fetched, own, as_many)
     return _Got(fetched, optimizer, state=state, why_no_state=why)
 
 
@@ -250,33 +249,6 @@ def _wanted(offer: Offer, own: int | None) -> list[int]:
     return [own] if own is not None and offer.has_user(own) else []
 
 
-def _user(fetched: Fetched, own: int | None, as_many: bool) -> tuple[dict[str, Any], str]:
-    """This rank's own state, or why it is not taken."""
-    found = fetched.users.get(own) if own is not None else None
-    if found is None:
-        return {}, ""
-    if as_many and found.ranks != dist.get_world_size():
-        return {}, (f"states of ranks are those of a job of {found.ranks} ranks, this one has {dist.get_world_size()}:"
-                    " none is taken; rank= takes one")
-    state = found.state
-    names = ("rng", "user", "scheduler", "scaler", "extra")
-    parts = [state.get(name, {}) for name in names] if isinstance(state, dict) else []
-    lost = state.get("missing", {}) if parts else {}
-    if not isinstance(lost, dict) or not all(isinstance(one, str) for pair in lost.items() for one in pair):
-        lost = {}
-    groups = state.get("groups", [] if "groups" in lost else None) if parts else None
-    if not isinstance(groups, list) or not all(isinstance(part, dict) for part in [*parts, *groups]) or not all(
-            isinstance(flag, bool) for group in groups for flag in _flags(group)):
-        return {}, f"the state of rank {own} is not one of this version of flowcheck"
-    return state, ""
-
-
-def _flags(group: Mapping[str, Any]) -> list[Any]:
-    """What a rank said of each parameter of a group: is it stepped?"""
-    said = group.get("params")
-    return said if isinstance(said, list) else []
-
-
 def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: bool) -> dict[str, Any]:
     """The optimizer's state as the trainer's own would be, by what its rank said of it. options: take those, too.
 
@@ -284,7 +256,7 @@ def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: 
     that made the version, and has what it needs there. And torch numbers all parameters, those that are frozen too,
     which no version has."""
     there = optimizer.get("param_groups", [])
-    steps = [_flags(group) for group in groups if isinstance(group.get("params"), list)]
+    steps = [flags_of(group) for group in groups if isinstance(group.get("params"), list)]
     if len(steps) < len(groups):  # not said: all are, and no group is without
         steps = [[True] * len(group["params"]) for group in there] if len(groups) == len(there) else []
     sizes = [sum(map(bool, one)) for one in steps if any(one)]
@@ -301,27 +273,21 @@ def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: 
 
 
 def _recovered(
-    got: _Got, fetched: Fetched, passed: Sequence[str], lacking: Mapping[str, str], epoch: int, own: int | None
+    got: _Got, fetched: Fetched, passed: Sequence[str], lacking: Mapping[str, str], epoch: int, own: int | None,
+    together: Together,
 ) -> Recovered:
-    version, state = fetched.version, got.state
-    groups, log = state.get("groups", []), None
-    if fetched.log is not None:
+    version, log = fetched.version, None
+    given = given_of(got.state, lacking, version.shard, own)
+    if fetched.logs:
         optimizer = {}
-        log = Logged(fetched.log, version.step, groups if "groups" not in lacking else ())
+        log = Logged(fetched.logs, version.step, given.groups, together)
     else:
-        optimizer = _as_given(got.optimizer, groups, "groups" not in lacking)
-    parts = {name: state[name] for name in PARTS if name in state and name not in lacking}
-    extra = extra_of(state, version.shard) if "extra" not in lacking else {}
-    whole = dict.fromkeys(PARTS, lacking[""]) if "" in lacking else lacking
-    paths: dict[str, list[str]] = {}
-    for path, why in lacking.items():
-        paths.setdefault(why, []).append(_NAMES.get(path, path))
-    said = [f"{', '.join(filter(None, of))}: {why}" if any(of) else why for why, of in paths.items()]
+        optimizer = _as_given(got.optimizer, got.state.get("groups", []), "groups" not in lacking)
     done = Recovered(
-        version.step, epoch, version.run_id, version.shard, fetched.model | extra, optimizer, parts=parts,
-        missing=whole, status=version.status,
+        version.step, epoch, version.run_id, version.shard, fetched.model | given.extra, optimizer, parts=given.parts,
+        missing=given.missing, status=version.status,
         unproven=version.unproven, source=fetched.source, nbytes=fetched.nbytes, seconds=fetched.seconds,
-        passed=(*passed, *fetched.passed, *(said if own is not None else ())), version_epoch=version.epoch, log=log,
+        passed=(*passed, *fetched.passed, *given.said), version_epoch=version.epoch, log=log,
     )
     _log.info("flowcheck: %s", done)
     return done

@@ -223,7 +223,7 @@ def test_who_has_no_room_for_another_is_waited_for(
     for count in (times, again):
         asked.clear()
         with pytest.raises(error):
-            sources._when_free(node, ask, *limits)
+            sources.when_free(node, ask, *limits)
         assert [at - asked[0] for at in asked] == [float(at) for at in range(count)]
     assert node.busy == (not limits)
 
@@ -237,7 +237,7 @@ def test_what_it_says_when_it_has_room_again(clock: Clock) -> None:
             raise left.pop()
         return "said"
 
-    assert sources._when_free(node, ask) == "said" and len(clock.pauses) == 3 and not node.busy
+    assert sources.when_free(node, ask) == "said" and len(clock.pauses) == 3 and not node.busy
 
 
 def test_ranks_that_wait_do_not_ask_at_the_same_moments(clock: Clock) -> None:
@@ -247,7 +247,7 @@ def test_ranks_that_wait_do_not_ask_at_the_same_moments(clock: Clock) -> None:
         raise FullError("full", where="h")
 
     with pytest.raises(FullError):
-        sources._when_free(NodeClient(("h", 1), KEY), ask)
+        sources.when_free(NodeClient(("h", 1), KEY), ask)
     assert 0.5 <= min(clock.pauses) < 0.6 and 1.4 < max(clock.pauses) <= 1.5 and sum(clock.pauses) > 1800
 
 

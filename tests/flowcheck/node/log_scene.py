@@ -84,6 +84,7 @@ class LoggedJob:
         write_about(self.folder.path, About(self.job.run_id, 0, "", "", 0, self.digest, self.job.to_dict()))
         self.bases = Bases(log_folder(self.folder.path))
         self.sender, self.number = Sender(self.bases), 0
+        self.regions: dict[int, bytes] = {}
         self._inputs = next(one.shape[1] for one in self.model.parameters() if one.dim() == 2)
         constants = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
         self.upload = BaseUpload(self.optimizer, lambda: self.named, lambda: constants)
@@ -104,13 +105,16 @@ class LoggedJob:
         job.buckets = Buckets([], [Bucket(slices)])
         return job_from_dict(job.to_dict())
 
-    def train(self, steps: int, *, lose: tuple[int, ...] = (), sums: int = 4) -> None:
-        """lose: iterations that the journal does not get. sums: every so many have checksums."""
+    def train(self, steps: int, *, lose: tuple[int, ...] = (), sums: int = 4, alter: tuple[int, ...] = ()) -> None:
+        """lose: iterations that the journal does not get. sums: every so many have checksums. alter: iterations of
+        which it gets other gradients than the trainer had."""
         for _ in range(steps):
             number = self.number
             self.optimizer.zero_grad()
             self.model(torch.randn(11, self._inputs)).square().mean().backward()
             region = self._region(number)
+            region[-8] ^= 64 if number in alter else 0
+            self.regions[number] = region.tobytes()
             with torch.no_grad():
                 for one in self.named.values():
                     assert one.grad is not None

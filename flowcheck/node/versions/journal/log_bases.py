@@ -9,7 +9,7 @@
     bases.drop()                       the one that is being sent is of no use
     bases.settled, bases.later(work)   the step of the newest base that this process has written; on the writing thread
     bases.failure()                    why one was given up since this was asked last, "": none was
-    whole_bases(folder), piece_path(...) for whoever serves them, in any process
+    whole_bases(folder), piece_path(...), base_path(...): for whoever serves them, in any process
 
 Parts are written by a thread of its own. What it has not written is bounded: beyond that the base is given up, and
 asked for again later. The newest two that are whole are kept.
@@ -33,7 +33,7 @@ from flowcheck.control.version import is_sealed, seal
 from flowcheck.durable import make_directory, private, remove_tree, write_atomic
 from flowcheck.errors import FlowcheckError, UserError, said_of
 
-__all__ = ["Bases", "Piece", "WholeBase", "piece_path", "whole_bases"]
+__all__ = ["Bases", "Piece", "WholeBase", "base_path", "piece_path", "whole_bases"]
 
 KEPT = 2
 WAITING = 256 << 20  # bytes that are not written yet
@@ -209,6 +209,11 @@ def _read(path: Path) -> WholeBase | None:
         return base if base.pieces else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def base_path(folder: Path, base: int) -> Path:
+    """There as long as the base is."""
+    return folder / f"{NAME}{base:06d}" / FILE
 
 
 def piece_path(folder: Path, base: int, piece: int) -> Path:

@@ -3,7 +3,8 @@
     shelf = LogShelf(root)              root: of the node's journals
     held.size(FILE), held.views(FILE, first, count)       one file of all that it takes (flowcheck/ask/logs.py)
 
-A log is offered once, with the newest step and the oldest that can be made. Nothing of it is pinned: entries that the
+A log is offered once for each of its bases, the newest first, with the newest step and the oldest that can be made of
+it: where one does not make what the trainer had, an older one may. Nothing of it is pinned: entries that the
 journal has written over meanwhile are gone, and whoever reads them asks for a newer step. It reads what the node's own
 process writes and nothing else. A shelf belongs to one thread.
 """
@@ -34,8 +35,7 @@ from flowcheck.node.versions.held import Gone, Held, Holding, inode_of
 from flowcheck.node.versions.holdings import Shelf, id_of
 from flowcheck.node.versions.journal.entries import line_of
 from flowcheck.node.versions.journal.folders import Folder, folders_in
-from flowcheck.node.versions.journal.log_bases import WholeBase, piece_path, whole_bases
-from flowcheck.node.versions.journal.log_folder import FILE as ABOUT
+from flowcheck.node.versions.journal.log_bases import WholeBase, base_path, piece_path, whole_bases
 from flowcheck.node.versions.journal.log_folder import About, log_folder, read_about, users_of
 from flowcheck.node.versions.starts import Seen
 from flowcheck.node.versions.user_states import ranks_in, user_folder, user_in
@@ -58,6 +58,10 @@ class _Log:
     heads: tuple[bytes, ...]
 
     @property
+    def path(self) -> Path:
+        return base_path(log_folder(self.folder), self.base.number)
+
+    @property
     def nbytes(self) -> int:
         return self.base.nbytes + sum(self.sizes)
 
@@ -73,15 +77,14 @@ class LogShelf(Shelf):
     def __init__(self, root: Path, **more: Any) -> None:
         super().__init__(**more)
         self._root = root
-        self._logs: dict[Path, _Log] = {}  # by folder, as of the last look
+        self._logs: dict[Path, _Log] = {}  # by path, as of the last look
 
     def look(self) -> list[Holding]:
-        self._logs = {log.folder: log for folder in folders_in(self._root) if (log := _log_in(folder.path)) is not None}
+        self._logs = {log.path: log for folder in folders_in(self._root) for log in _logs_in(folder.path)}
         return [self._holding(log) for log in self._logs.values()]
 
     def _holding(self, log: _Log) -> Holding:
-        about, step = log.about, log.steps[-1]
-        path = log_folder(log.folder) / ABOUT
+        about, step, path = log.about, log.steps[-1], log.path
         users = spans(ranks_in(user_folder(users_of(log.folder), step)))
         return Holding(Offer(
             id_of(LOG, path, inode_of(path), step), LOG, about.run_id, about.epoch, step, about.shard, UNVERIFIED,
@@ -89,7 +92,7 @@ class LogShelf(Shelf):
         ), path, inode_of(path))
 
     def _pin(self, holding: Holding) -> Held:
-        return LogHeld(holding, self._logs[holding.path.parents[1]], self._now())
+        return LogHeld(holding, self._logs[holding.path], self._now())
 
 
 class LogHeld(Held):
@@ -124,15 +127,21 @@ class LogHeld(Held):
         return b"".join(self.views(file, first, count))
 
     def views(self, file: str, first: int, count: int) -> list[memoryview]:
+        """Up to what cannot be had: that raises Gone where it comes first."""
         self.check()
         out: list[memoryview] = []
         at, end = first, min(first + count, self.size(file))
         while at < end:
             part = bisect_right(self._begins, at) - 1
             begin = at - self._begins[part]
-            for piece in self._views(part, begin, min(end, self._begins[part + 1]) - at):
-                out.append(piece)
-                at += len(piece)
+            try:
+                found = list(self._views(part, begin, min(end, self._begins[part + 1]) - at))
+            except Gone:
+                if out:
+                    break
+                raise
+            out += found
+            at += sum(map(len, found))
         return out
 
     def _views(self, part: int, begin: int, count: int) -> Iterator[memoryview]:
@@ -175,32 +184,33 @@ class LogHeld(Held):
 
 def logs_here(root: Path, run_id: str) -> list[Seen]:
     """The newest step of each log of a run: another start that makes it again is numbered otherwise."""
-    found = (_log_in(folder.path) for folder in folders_in(root))
+    found = (log for folder in folders_in(root) for log in _logs_in(folder.path)[:1])
     return [Seen(log.about.epoch, log.steps[-1], line_of_start(log.about.start) or log.about.start)
-            for log in found if log is not None and log.about.run_id == run_id]
+            for log in found if log.about.run_id == run_id]
 
 
-def _log_in(folder: Path) -> _Log | None:
-    """The newest steps that can be made in a folder of a run; None: none can. Entries belong to a base from its first
-    iteration on, whatever line they are of, up to the first that is not there."""
+def _logs_in(folder: Path) -> list[_Log]:
+    """Of each base in a folder of a run, of which steps can be made: the newest steps first, then the newest base.
+    Entries belong to a base from its first iteration on, whatever line they are of, up to the first that is not
+    there."""
     about = read_about(folder)
     if about is None:
-        return None
+        return []
     try:
         job = job_from_dict(dict(about.job), where="job")
         found = _sound(folder, about)
     except (FlowcheckError, OSError):
-        return None
-    best: _Log | None = None
+        return []
+    logs = []
     for base in whole_bases(log_folder(folder)):
         first = last = base.first
         while last in found:
             last += 1
         entries = range(first, last)
         steps = makes(job, [piece.step for piece in base.pieces], entries)
-        if steps and (best is None or steps[-1] >= best.steps[-1]):
-            best = _Log(folder, about, base, entries, steps, tuple(found[number] for number in entries))
-    return best
+        if steps:
+            logs.append(_Log(folder, about, base, entries, steps, tuple(found[number] for number in entries)))
+    return sorted(logs, key=lambda log: (log.steps[-1], log.base.number), reverse=True)
 
 
 def _sound(folder: Path, about: About) -> dict[int, bytes]:
