@@ -136,8 +136,8 @@ class Training:
             self._refuse("megatron", "float32 or bfloat16, of a gpt in shards that Adam or AdamW steps")
         if self.kind != LOG and self.optimizer["name"] not in KERNELS:
             self._refuse("optimizer", f"{self.optimizer['name']} is kept as a log: kind")
-        if self.kind == LOG and (self.stages > 1 or self.shards > 1 or self.experts > 1):
-            self._refuse("kind", "a log is of one group without shards")
+        if self.kind == LOG and (self.stages > 1 or (self.shards > 1 and not self.megatron) or self.experts > 1):
+            self._refuse("kind", "a log is of one group without shards, or of Megatron-Core's")
         if self.experts > 1 and (self.clip is not None or self.model == "conv"):
             self._refuse("experts", "without clipping (a norm of each rank's own), and not of conv")
         if self.stages > len(_blocks(self)):

@@ -42,7 +42,7 @@ from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.described import Model, check_gradients
-from flowcheck.trainer.describe.megatron import torch_optimizer
+from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.following import Following, serve
@@ -130,7 +130,7 @@ class Attachment(IterationInputs):
         self._parts: list[Following] = []
         self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
-            parts = parts_of(model, optimizer)
+            parts = parts_of(model, optimizer, kind)
             self._begin(parts, name, run_id, epoch, topology, collectives, kind)
             for one in self._parts:
                 one.connect(addresses, token, tls, iteration)

@@ -26,6 +26,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import LOG, REPLICA
 from flowcheck.trainer.describe.described import Model
 from flowcheck.trainer.describe.description import Watch, entries
+from flowcheck.trainer.describe.megatron import Megatron
 from flowcheck.trainer.describe.parts import Ddp, Part
 from flowcheck.trainer.loop import AttachmentState, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
@@ -65,8 +66,9 @@ class Following:
         self._blank = 0  # iterations, with no usual one between, that called otherwise and made no step
         self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
         self.described: Model = entries(part, optimizer, kind)
-        if kind == LOG and not isinstance(part, Ddp):
-            raise UserError(f"a log is kept of DistributedDataParallel, and not of {part.by}", where="attach: kind",
+        if kind == LOG and not isinstance(part, Ddp | Megatron):
+            raise UserError("a log is kept of DistributedDataParallel, torch's or Megatron-Core's, and not of"
+                            f" {part.by}", where="attach: kind",
                             remedy='kind="replica", with an optimizer that has a kernel')
         self._topology, listed = sources_of(part.group, topology, collectives)
         if dist.get_world_size(part.group) < 2:

@@ -27,13 +27,14 @@ SETTINGS: list[dict[str, Any]] = [
 
 def lost_and_redone(out: Path, job: Training, seed: int) -> None:
     chance = random.Random(seed)
-    config = FabricConfig(name=f"fclog{seed % 100}", ranks=2, mirrored=((0,),))
+    mirrored = ((0,),) if job.ranks == 2 else ((0, 1, 2),)  # of four: the rings of both pieces
+    config = FabricConfig(name=f"fclog{seed % 100}", ranks=job.ranks, mirrored=mirrored)
     with Fabric(config) as fabric, LabRun(fabric, out, checksums=5, api=True) as run:
         run.start_nodes(job)
         run.attach(job, most=120)
         run.train(chance.randrange(3, 40))
         died = run.iterations[-1]["iteration"] + 2
-        run.train_and_die(died + AFTER, rank=chance.randrange(2), iteration=died, at=chance.choice(INSTANTS))
+        run.train_and_die(died + AFTER, rank=chance.randrange(job.ranks), iteration=died, at=chance.choice(INSTANTS))
         run.start_trainers_again()
         run.begin(job, attach=True, recover=True)
         step = run.recovered[0]["step"]

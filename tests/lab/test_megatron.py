@@ -15,6 +15,7 @@ from lab.jobs import Training
 from lab.run import LabRun
 
 from .conftest import lab_of
+from .test_logged import lost_and_redone
 from .test_parts import SMALL, follow
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
@@ -59,3 +60,8 @@ def test_a_job_goes_on_from_its_pieces(tmp_path: Path) -> None:
         outcome = lose_a_rank(run, job, Fault(2))
         assert outcome.equal, outcome
         assert outcome.step > 3 and {one["step"] for one in run.recovered} <= {outcome.step}
+
+
+def test_pieces_that_are_kept_as_a_log_are_redone(tmp_path: Path) -> None:
+    """By Megatron-Core's inner optimizer, on each rank; what the job computes then is what it would have computed."""
+    lost_and_redone(tmp_path, job_of("bfloat16", "float32", clip=0.1, schedule="cosine", noise=True, kind="log"), 61)

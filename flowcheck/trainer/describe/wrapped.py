@@ -21,8 +21,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.errors import UserError
+from flowcheck.job.model import LOG, REPLICA
 from flowcheck.trainer.describe.hsdp import hsdp_parts, is_sharded
-from flowcheck.trainer.describe.megatron import Megatron, instances
+from flowcheck.trainer.describe.megatron import Megatron
+from flowcheck.trainer.describe.megatron_pieces import instances, is_whole
 from flowcheck.trainer.describe.parts import Ddp, Own, Part, Reduced, position
 
 __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
@@ -30,7 +32,8 @@ __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
 SERVED = ("parameters from its AllGather, live by [[follow]] of a node or offline by flowcheck replay"
           " (docs/use/qualify.md); or")
 LIVE = "DistributedDataParallel, or fully_shard over a mesh of replicas and shards, to be followed live"
-SEVERAL = "num_distributed_optimizer_instances of 2 or more, with its DistributedOptimizer; or "
+SEVERAL = ("num_distributed_optimizer_instances of 2 or more, with its DistributedOptimizer;"
+           ' or attach(kind="log") without a distributed optimizer (docs/use/log.md); or ')
 MEGATRON = "is Megatron-Core's own DistributedDataParallel, which reduces its buffers itself"
 # Module (it and what is in it), class, what it is.
 MODELS = (
@@ -96,16 +99,16 @@ def _megatron(model: object) -> str:
     return ": without its distributed optimizer its AllReduces, and the optimizer of 16-bit parameters, are not read"
 
 
-def parts_of(model: Any, optimizer: Any = None) -> list[Part]:
-    """One or more. optimizer: of the model; None: it is not looked at. Raises UserError, naming what cannot be
-    followed."""
+def parts_of(model: Any, optimizer: Any = None, kind: str = REPLICA) -> list[Part]:
+    """One or more. optimizer: of the model; None: it is not looked at. kind: of versions (Job.kind). Raises UserError,
+    naming what cannot be followed."""
     if isinstance(model, Mapping):
         given = [(one, str(name)) for name, one in model.items()]
     else:
         given = [(one, "") for one in (model if isinstance(model, list | tuple) else [model])]
     if optimizer is not None and not any(_known(one, MODELS) == MEGATRON for one, _ in given):  # which says more
         refuse_optimizer(optimizer)
-    parts = [part for one, name in given for part in _parts(one, name, optimizer)]
+    parts = [part for one, name in given for part in _parts(one, name, optimizer, kind)]
     if not parts:
         raise UserError("there is none", where="model", remedy="the DistributedDataParallel object")
     names = [part.name for part in parts]
@@ -122,11 +125,11 @@ def parts_of(model: Any, optimizer: Any = None) -> list[Part]:
     return parts
 
 
-def _parts(model: object, name: str, optimizer: object) -> list[Part]:
+def _parts(model: object, name: str, optimizer: object, kind: str) -> list[Part]:
     while _known(model, COMPILED):  # what is inside reduces as it always does
         model = cast("Any", model)._orig_mod
-    if _known(model, MODELS) == MEGATRON and instances(model) > 1:
-        return [Megatron(model, optimizer, name)]
+    if _known(model, MODELS) == MEGATRON and (instances(model) > 1 or (kind == LOG and is_whole(model))):
+        return [Megatron(model, optimizer, name, kind == LOG)]
     if isinstance(model, DistributedDataParallel):
         mesh = getattr(model, "device_mesh", None)
         return [Ddp(model, name or (position(mesh, 0) if mesh is not None else ""))]

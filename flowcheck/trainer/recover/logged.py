@@ -1,7 +1,7 @@
 """A version that is kept as a log: the steps since a base, redone by the optimizer that the script has made.
 
     logged = Logged(sources, step, groups, together)
-    loaded = logged.load(model, optimizer, fits)    downloads and redoes, entry by entry; if it fails nothing is changed
+    loaded = logged.load(entries, optimizer, fits)  downloads and redoes, entry by entry; if it fails nothing is changed
 
 A source is one base with the entries since then. The first that makes `step` is taken, if no checksum differs. Where a
 rank has none, all ranks go back to the newest step that was as the trainer's checksums on the way on each of them: its
@@ -26,7 +26,6 @@ from flowcheck.ask.receiving import AskError
 from flowcheck.ask.sources import when_free
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import Job
-from flowcheck.trainer.describe.extra import is_extra
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BaseHead, BasePiece
 from flowcheck.trainer.log.codec import record_of, unpacked
@@ -106,14 +105,15 @@ class Logged:
     together: Together
 
     def load(
-        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, fits: Callable[[int, Given], None]
+        self, entries: Mapping[str, Any], optimizer: torch.optim.Optimizer, fits: Callable[[int, Given], None]
     ) -> Loaded:
-        """fits: raises where the script cannot go on with an older step, and with what its rank gave then.
+        """entries: tensors of the model's state_dict, parameters as the optimizer has them. fits: raises where the
+        script cannot go on with an older step, and with what its rank gave then.
 
         Raises UserError: model or optimizer are not those of the job, or cannot be redone; EnvironmentProblem: the
-        log cannot be had any more, or what it makes differs from the trainer's checksums, and there is no step to go
-        back to. Both are then as before."""
-        work = _Work(model, optimizer)
+        log cannot be had any more, or what it makes differs from the trainer's checksums, and no step to go back to
+        was verified. Both are then as before."""
+        work = _Work(entries, optimizer)
         try:
             tried = self._on_all(lambda: self._try(work))
             said = self.together.ranks.exchange({"made": tried.made is not None, "whys": tried.whys})
@@ -221,8 +221,8 @@ class Logged:
 class _Work:
     """Model and optimizer, as they were when it began and as they are made."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._held = {name: value for name, value in model.state_dict(keep_vars=True).items() if not is_extra(name)}
+    def __init__(self, entries: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+        self._held = entries
         self._optimizer = optimizer
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         self._before = Before({name: one for name, one in self._held.items() if id(one) in stepped}, optimizer)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from flowcheck.errors import UserError
 from flowcheck.job.version_status import UNVERIFIED, VERIFIED, VersionStatus
 from flowcheck.trainer.describe.extra import is_extra
-from flowcheck.trainer.describe.megatron import Pieces, instances, torch_optimizer
+from flowcheck.trainer.describe.megatron_pieces import Pieces, instances, is_whole, pieces_of, torch_optimizer
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.recover.logged import Loaded, Logged
 from flowcheck.trainer.recover.own import PARTS, Given
@@ -119,23 +119,15 @@ class Recovered:
         again, which takes what they took. What comes of it is held against the trainer's checksums. Where one differs,
         or a part of the log is damaged, older bases are tried. Where none makes `step`, and no step was asked for by
         its number, all ranks take the newest step whose checksums were the trainer's on the way: `step`, `status` and
-        own states are then those of it, and `why` says why. Raises EnvironmentProblem: there is none. Model and
-        optimizer are then as before. All ranks call it, if they recovered together."""
+        own states are then those of it, and `why` says why. Raises EnvironmentProblem: no step was verified. Model
+        and optimizer are then as before. All ranks call it, if they recovered together."""
         given_optimizer, optimizer = optimizer, torch_optimizer(optimizer)
         for given, kind, name in ((model, torch.nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
             if not isinstance(given, kind):
                 raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
                                 remedy="recovered.load(model, optimizer)")
         if self.log is not None:
-            entries = model.state_dict()
-            try:
-                self._check_extra(entries)
-            except UserError as error:
-                self.log.give_up(error)
-                raise
-            self._becomes(self.log.load(model, optimizer, lambda step, given: self._check_back(entries, step, given)))
-            for name, value in self.model.items():
-                model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+            self._load_log(self.log, model, given_optimizer)
             return
         pieces = Pieces(model, given_optimizer) if instances(model) > 1 else None
         whole_state = model.state_dict() if pieces is None else pieces.entries()
@@ -173,6 +165,24 @@ class Recovered:
         else:
             model.load_state_dict(values | extra)
             optimizer.load_state_dict(whole)
+
+    def _load_log(self, log: Logged, model: torch.nn.Module, optimizer: Any) -> None:
+        try:
+            pieces = pieces_of(model, optimizer, log=True) if instances(model) > 1 or is_whole(model) else None
+            module = model if pieces is None else cast("torch.nn.Module", pieces.model.module)
+            entries = module.state_dict(keep_vars=True)
+            self._check_extra(entries)
+        except UserError as error:
+            log.give_up(error)
+            raise
+        held = entries if pieces is None else pieces.entries()
+        self._becomes(log.load(
+            {name: value for name, value in held.items() if not is_extra(name)}, torch_optimizer(optimizer),
+            lambda step, given: self._check_back(entries, step, given)))
+        if pieces is not None:
+            pieces.to_model()
+        for name, value in self.model.items():
+            module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
     def _check_back(self, held: Mapping[str, Any], step: int, given: Given) -> None:
         """Raises UserError: the script cannot go on with an older step. held: the model's entries."""

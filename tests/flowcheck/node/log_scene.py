@@ -75,6 +75,12 @@ class LoggedJob:
         self.optimizer = make(self.named.values())
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 30)
         self.job = self._job()
+        self._inputs = next(one.shape[1] for one in self.model.parameters() if one.dim() == 2)
+        self._keep(places, {name: one for name, one in self.model.named_parameters() if not one.requires_grad})
+
+    def _keep(self, places: int, constants: dict[str, torch.Tensor]) -> None:
+        """What a node has of it, and what sends a base. places: entries of its journal."""
+        root = self.root
         plan = self.plan = plan_job(self.job, streams=1, arenas=2)
         run = self.job.run_id, 0, 2
         self.digest = digest_of(self.job.to_dict(), plan, run, Clock(0))
@@ -85,8 +91,6 @@ class LoggedJob:
         self.bases = Bases(log_folder(self.folder.path))
         self.sender, self.number = Sender(self.bases), 0
         self.regions: dict[int, bytes] = {}
-        self._inputs = next(one.shape[1] for one in self.model.parameters() if one.dim() == 2)
-        constants = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
         self.upload = BaseUpload(self.optimizer, lambda: self.named, lambda: constants)
         self.after: dict[int, tuple[dict[str, torch.Tensor], dict[str, dict[str, Any]]]] = {}
 
@@ -126,19 +130,24 @@ class LoggedJob:
             record = StepRecord([tree], CLIP, None, False, self._sums(state) if number % sums == sums - 1 else {},
                                 buffers)
             self.schedule.step()
-            if number not in lose:
-                head = self.heads.head(number, number, "line", record, (), 0)
-                while not self.writer.offer(number, head, region, self.heads.spans(number)):
-                    time.sleep(0.001)
-                while self.writer.reads(number):
-                    time.sleep(0.0001)
-            self.number += 1
-            self.upload.over([self.sender], self.number)  # type: ignore[list-item]
+            self._over(record, None if number in lose else region)
             self.after[self.number] = (
                 {name: one.clone() for name, one in self.model.state_dict().items()},
                 {name: {key: value.clone() if isinstance(value, torch.Tensor) else value
                         for key, value in self.optimizer.state.get(one, {}).items()}
                  for name, one in self.named.items()})
+
+    def _over(self, record: StepRecord, region: np.ndarray | None) -> None:
+        """An iteration is over. region: its gradients; None: the journal does not get them."""
+        number = self.number
+        if region is not None:
+            head = self.heads.head(number, number, "line", record, (), 0)
+            while not self.writer.offer(number, head, region, self.heads.spans(number)):
+                time.sleep(0.001)
+            while self.writer.reads(number):
+                time.sleep(0.0001)
+        self.number += 1
+        self.upload.over([self.sender], self.number)  # type: ignore[list-item]
 
     def _region(self, number: int) -> np.ndarray:
         place = self.plan.iteration_buckets(number)[0]

@@ -17,7 +17,8 @@ import flowcheck
 from flowcheck.errors import UserError
 from flowcheck.trainer.describe.described import check_gradients, group_options
 from flowcheck.trainer.describe.description import Watch, entries
-from flowcheck.trainer.describe.megatron import Megatron, instances, torch_optimizer
+from flowcheck.trainer.describe.megatron import Megatron
+from flowcheck.trainer.describe.megatron_pieces import instances, torch_optimizer
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.recover.recovered import Recovered
@@ -508,7 +509,7 @@ def test_a_factor_that_the_script_says_besides_is_refused(attached: tuple[Job, l
 def test_what_the_part_makes_of_a_step_never_becomes_an_error_of_it() -> None:
     job = Job(clip=1.0)
     part: Megatron = job.part()
-    part._optimizer = SimpleNamespace(buffers=[SimpleNamespace()], grad_scaler=None)
+    part._buffers = [SimpleNamespace()]
     job.step()
     assert "is not understood: AttributeError" in refusal(part.check)[1]
 

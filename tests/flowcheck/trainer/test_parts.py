@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
 from flowcheck.errors import UserError
+from flowcheck.job.model import LOG
 from flowcheck.trainer.describe.description import entries
-from flowcheck.trainer.describe.megatron import torch_optimizer
+from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
 from flowcheck.trainer.describe.parts import position
 from flowcheck.trainer.describe.wrapped import MEGATRON, parts_of, refuse_model, refuse_optimizer
 
@@ -188,6 +189,8 @@ def test_models_of_others(module: str, name: str, what: str) -> None:
     found = refuse_model(made(module, name, torch.nn.Module))
     assert found.what.startswith(what) and found.where == "model"
     assert ("docs/use/qualify.md" in found.remedy) == (what != "is a Derived")
+    where, said = refusal(lambda: parts_of(made(module, name, torch.nn.Module), None, LOG))  # nor is a log kept of it
+    assert where == "model" and said.startswith(what)
 
 
 @pytest.mark.parametrize(("settings", "what"), [
