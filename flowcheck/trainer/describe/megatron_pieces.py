@@ -8,7 +8,7 @@
     torch_optimizer(optimizer)                      what steps inside Megatron-Core's; or itself
 
 `optimizer`: what get_megatron_optimizer gave, or the one optimizer in it. By megatron/core/optimizer/optimizer.py and
-distrib_optimizer.py, which the functions below name. torch and the standard library; Megatron-Core is not imported.
+.../distrib_optimizer.py, which the functions below name. torch and the standard library; Megatron-Core is not imported.
 """
 
 from __future__ import annotations
