@@ -29,26 +29,20 @@ import torch
 from flowcheck.ask.client import NodeClient
 from flowcheck.ask.offer import MOST_NBYTES, Offer
 from flowcheck.ask.receiving import AskError, Stream
-from flowcheck.control.checksum import checksum
+from flowcheck.control.checksum import sum_text
 from flowcheck.control.tensors import of_text
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, is_sealed
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
 
-__all__ = ["FILE", "SCHEMA", "LogEntry", "LogHead", "LogSource", "OpenLog", "makes", "sum_text"]
+__all__ = ["FILE", "SCHEMA", "LogEntry", "LogHead", "LogSource", "OpenLog", "makes"]
 
 FILE, SCHEMA = "log.bin", "flowcheck/log/1"
 HEAD_BYTES = 1 << 28
 MOST_PARTS = 1 << 20  # pieces, or entries
 _FIELDS = {"run_id": str, "epoch": int, "shard": str, "first": int, "job": dict, "pieces": list, "entries": list}
 _RECORD = {"groups": list, "skipped": bool, "checksums": dict}
-
-
-def sum_text(data: bytes | bytearray | memoryview) -> str:
-    """16 hexadecimal digits (flowcheck/control/checksum.py)."""
-    held = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.zeros(0, dtype=torch.uint8)
-    return f"{checksum(held):016x}"
 
 
 def makes(job: Job, steps: Sequence[int], entries: range) -> range:

@@ -11,6 +11,7 @@ or shifted values and errors that cancel in a plain sum show too (chance of a mi
 The block's weights are the same for every block: 512 KiB that stay on the device, and the pass reads the tensor once.
 
     checksum(tensor) -> int                 checksums(model.state_dict()) -> {name: int}
+    sum_text(data) -> str                   of bytes, 16 hexadecimal digits
     begin_checksums(state_dict).get()       the same; what is on a GPU is only queued there, and `get` waits for it
 
 Of tensors in this machine's memory C forms them without the GIL (flowcheck/control/src/sums.c), where the library is
@@ -35,7 +36,7 @@ import torch
 from flowcheck.control.compiled import Library
 from flowcheck.errors import EnvironmentProblem
 
-__all__ = ["Sums", "begin_checksums", "checksum", "checksums", "library"]
+__all__ = ["Sums", "begin_checksums", "checksum", "checksums", "library", "sum_text"]
 
 BLOCK = 1 << 16
 _PART = 256 * BLOCK  # elements at a time: bounds what the widened integers take (8 bytes each)
@@ -91,6 +92,12 @@ def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
         blocks = BLOCK + torch.arange(first // BLOCK, first // BLOCK + sums.numel(), device=flat.device)
         total = total + ((_mix(blocks) | 1) * sums).sum()
     return total
+
+
+def sum_text(data: bytearray | memoryview) -> str:
+    """Of bytes, which are not copied: 16 hexadecimal digits."""
+    held = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.zeros(0, dtype=torch.uint8)
+    return f"{checksum(held):016x}"
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """Parts of a base and entries of a log as bytes: a safetensors file each, whose metadata has the structure. No pickle.
 
-    packed(part) -> bytes                 of a BaseHead, BasePiece or Entry with copies in this machine's memory
+    packed(part) -> bytearray             of a BaseHead, BasePiece or Entry with copies in this machine's memory
     unpacked(data, where) -> part         from anybody: UserError for anything but such a file, whole
     record_tree(record)                   a StepRecord as JSON, its few tensors in it: for the step record of a trainer
     record_of(tree, where)                and back
@@ -47,7 +47,7 @@ _TYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values()
           if isinstance(one, torch.dtype) and not str(one).startswith(("torch.q", "torch.bits"))}
 
 
-def packed(part: Part) -> bytes:
+def packed(part: Part) -> bytearray:
     """Raises UserError: more names than a header has room for."""
     held: dict[str, torch.Tensor] = {}
     where = _called(part)
@@ -60,7 +60,7 @@ def packed(part: Part) -> bytes:
     for name in order:
         data += memory(held[name])
     data[_SUM] = _sum(data).encode()
-    return bytes(data)
+    return data
 
 
 def unpacked(data: bytes | bytearray, where: str) -> Part:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from flowcheck.control.checksum import checksum
+from flowcheck.control.checksum import sum_text
 from flowcheck.control.protocol import Base
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.parts import local
@@ -87,10 +87,10 @@ class BaseUpload:
     def _send(self, parts: Iterable[BaseHead | BasePiece]) -> None:
         for part in parts:
             data = packed(part)
-            total, text = len(data), f"{checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)):016x}"
+            total, text, held = len(data), sum_text(data), memoryview(data)
             for first in range(0, total, PART):
                 message = Base(self._step, self._number, self._of, total, text, first)
-                self._to = [one for one in self._to if one.put(message, data[first : first + PART])]
+                self._to = [one for one in self._to if one.put(message, bytes(held[first : first + PART]))]
             self._number += 1
         if self._number == self._of:
             self._to = []

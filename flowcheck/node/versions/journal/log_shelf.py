@@ -21,8 +21,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from flowcheck.ask.logs import FILE, SCHEMA, makes, sum_text
+from flowcheck.ask.logs import FILE, SCHEMA, makes
 from flowcheck.ask.offer import LOG, Offer, spans
+from flowcheck.control.checksum import sum_text
 from flowcheck.control.start import line_of as line_of_start
 from flowcheck.control.version import seal
 from flowcheck.errors import FlowcheckError, UserError
