@@ -17,9 +17,11 @@ __all__ = ["Base", "BaseWanted"]
 @dataclass
 class BaseWanted:
     """Node, of a job that it keeps a log of: it needs a base, from its first piece on, and from the next boundary on.
-    steps: boundaries that it may be spread over."""
+    steps: boundaries that it may be spread over. again: it was asked for before, and nothing has come for long: one
+    that is on its way goes on."""
 
     steps: int
+    again: bool = False
 
     def __post_init__(self) -> None:
         check_count(self.steps - 1, "basewanted: steps")

@@ -3,6 +3,7 @@
     backlog.put(link, message, tensors, fill)       the training thread
     backlog.wake()                                  any thread: whoever waits in `get` looks again
     link, message, tensors, fill = backlog.get(); ...; backlog.done(tensors)        the thread that sends
+    send(link, message, tensors)                    the same thread: it goes out
     backlog.drain()                                 the same thread: nothing of it is sent any more
 """
 
@@ -11,14 +12,17 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from flowcheck.control.protocol import Link
+from flowcheck.control.tensors import packed, packed_bytes
 from flowcheck.trainer.connection.framed import Payload
 from flowcheck.trainer.copies import Copies
 
-__all__ = ["OPENING", "QUEUE", "REST", "Backlog", "Fill", "Waiting"]
+__all__ = ["OPENING", "QUEUE", "REST", "Backlog", "Fill", "Waiting", "send"]
 
 USER_UNSENT = 64 << 20  # bytes of user states that wait to be sent
 QUEUE = 1024  # messages: that many iterations the node may be behind
@@ -77,3 +81,14 @@ class Backlog:
         with contextlib.suppress(queue.Empty):
             while True:
                 self.done(self.queue.get_nowait()[2])
+
+
+def send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor] | bytes) -> None:
+    if isinstance(tensors, bytes) and message is REST:
+        link.send_rest(tensors)
+    elif isinstance(tensors, bytes):
+        link.send(message, [tensors], len(tensors))
+    elif tensors:
+        link.send(message, packed(tensors), packed_bytes(tensors))
+    else:
+        link.send(message)

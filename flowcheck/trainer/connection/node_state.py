@@ -27,7 +27,7 @@ class NodeState:
     takes_user: the node keeps what ranks give of themselves; takes_head: as UserHead, too; takes_notice: it hears why
         a job is not known.
     epoch: that versions of this start have there, where it is another than the one said; None: it is not.
-    base_steps: boundaries over which it wants a base, 0: it wants none.
+    base_steps: boundaries over which it wants a base, 0: it wants none. base_again: one that is on its way will do.
     final: the node does not take this run any more, and is not tried again.
     iteration, status: of the node's newest version, -1: none yet."""
 
@@ -38,7 +38,7 @@ class NodeState:
         self.notice = ""
         self.by_ranges = False
         self.takes_user = self.takes_head = self.takes_notice = False
-        self.base_steps = 0
+        self.base_steps, self.base_again = 0, False
         self.epoch: int | None = None
         self.final = False
         self.iteration, self.status = -1, ""
@@ -75,7 +75,7 @@ class NodeState:
             elif here() and reasons.why == before:
                 reasons.why = ""  # what else has been said meanwhile stays
         elif isinstance(message, BaseWanted):
-            self.base_steps = message.steps
+            self.base_steps, self.base_again = message.steps, message.again
         elif isinstance(message, Epoch):
             if message.epoch != self.epoch and message.why:
                 reasons.log(message.why)

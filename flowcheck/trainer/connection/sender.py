@@ -3,6 +3,7 @@
     sender = Sender(address, token, identity, opening)    opening(): messages that every connection begins with
     sender.put(message, tensors)       from the training thread: never waits
     sender.put_all([(message, tensors), ...])       the same of several that belong together
+    sender.put_base(link, pieces, n)   of the base of a log: goes out when nothing else does (base_queue.py)
     sender.requests.asked()            elements that the node has asked for and that may be answered now
     sender.node                        what the node has said (node_state.py)
 
@@ -23,25 +24,25 @@ from __future__ import annotations
 import atexit
 import os
 import queue
+import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-import torch
-
 from flowcheck.control.protocol import Link, Members, Progress, Ranges, RecordsError, Refused, User, UserHead, Wanted
-from flowcheck.control.tensors import packed, packed_bytes
-from flowcheck.control.user_state import tail_bytes, tail_of
 from flowcheck.errors import FlowcheckError
-from flowcheck.trainer.connection.backlog import OPENING, QUEUE, REST, Backlog, Fill
+from flowcheck.trainer.connection.backlog import OPENING, QUEUE, REST, Backlog, Fill, send
+from flowcheck.trainer.connection.base_queue import BaseQueue, Pieces
 from flowcheck.trainer.connection.dialer import Dialer
 from flowcheck.trainer.connection.framed import Payload, pieces, user, user_head
 from flowcheck.trainer.connection.node_state import Heard, NodeState
 from flowcheck.trainer.connection.outlet import Outlet
 from flowcheck.trainer.connection.range_requests import RangeRequests
 from flowcheck.trainer.connection.reasons import Reasons
+from flowcheck.trainer.connection.user_tail import UserTail
 from flowcheck.trainer.copies import Copies
 from flowcheck.trainer.ranges import Wish
 from flowcheck.trainer.starts import Identity
@@ -51,14 +52,15 @@ __all__ = ["Sender"]
 PAUSE = (1.0, 30.0)
 READ_SECONDS = 5.0  # that a node may take to read what was sent last
 LEAVE_SECONDS = 5.0  # that a process which ends may take to send what it has queued
+NOT_SENT = 128 << 10  # bytes of a base that the kernel may hold: all that is put after them waits for them
 HEARD_SECONDS = 0.02  # after a message that nobody waits for: those that come meanwhile are heard together
 
 _leaving: list[float] = []  # when that is over, once it has begun
 
 
 class Sender:
-    """node: what it has said. tried: the first attempt to connect is over. answered: something came, or the connection
-    ended. lost: how often the whole queue was given up."""
+    """node: what it has said. base: of a log, that is to go out. tried: the first attempt to connect is over. answered:
+    something came, or the connection ended. lost: how often the whole queue was given up."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes | Callable[[], bytes], identity: Identity,
@@ -70,8 +72,9 @@ class Sender:
         self._dialer, self._opening = Dialer(address, token, identity, tls), opening
         self.node, self._reasons = NodeState(), Reasons(log)
         self._backlog, self._outlet = Backlog(), Outlet()
+        self.base = BaseQueue()
         self.requests = RangeRequests(prepare, self._backlog)
-        self._tail: tuple[Link, bytes] | None = None  # of the newest user state, and where it went
+        self._tail = UserTail()
         self._link: Link | None = None
         self._stop = threading.Event()
         self._parting = False  # the last word is said: the node ends the connection, and that is no loss
@@ -149,7 +152,7 @@ class Sender:
         link = self._link
         if link is None:
             return False
-        before, out = self._tail, [record]
+        before, out = self._tail.now, [record]
         if own is not None:
             same = self._same(link, own)
             left = len(own) - same
@@ -157,7 +160,7 @@ class Sender:
             out = [head, own[:left] if same else own, record]
         done = self._at_once(link, out)
         if done is None:
-            self._tail = before
+            self._tail.put_back(before)
         return done
 
     def _shortened(self, link: Link, message: User, data: Payload | None) -> tuple[Any, Payload | None]:
@@ -167,14 +170,7 @@ class Sender:
         return message, data
 
     def _same(self, link: Link, data: bytes) -> int:
-        """How many of the last bytes of this user state the node has already, once it has this one."""
-        if not self.node.takes_head:
-            return 0
-        before = self._tail
-        if before is not None and before[0] is link and data.endswith(before[1]) and tail_bytes(data) == len(before[1]):
-            return len(before[1])
-        self._tail = link, tail_of(data)
-        return 0
+        return self._tail.same(link, data) if self.node.takes_head else 0
 
     def _at_once(self, link: Link, out: list[bytes] | None) -> bool | None:
         """None: they have to be queued."""
@@ -184,6 +180,7 @@ class Sender:
             if self._link is not link or self._again.is_set() or self._backlog.queue.unfinished_tasks:
                 return None
             rest = self._outlet.take(link, out)
+            return None if rest is None else not rest or self._enqueue(link, REST, rest, None)
         except RecordsError as error:
             self._ended(link, error)
             self._link = None
@@ -192,7 +189,6 @@ class Sender:
             return False
         finally:
             self._outlet.lock.release()
-        return None if rest is None else not rest or self._enqueue(link, REST, rest, None)
 
     def _enqueue(self, link: Link, message: Any, tensors: Payload, fill: Fill | None) -> bool:
         try:
@@ -204,8 +200,25 @@ class Sender:
             link.close()
             return False
         if not put:
-            self._tail = None
+            self._tail.forget()
         return put
+
+    def begin_base(self) -> Link | None:
+        """Another base: of the one before nothing more is sent. Returns on which connection; None: there is none."""
+        self.base.clear()
+        link = self._link
+        if link is not None:
+            with suppress(OSError, AttributeError):  # else records wait for more of a base on a slow link
+                link.set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT)
+        return link
+
+    def put_base(self, link: Link, pieces: Pieces, nbytes: int) -> bool:
+        """Of a base that was begun on this connection; False: it has ended. pieces: made by the thread that sends."""
+        if self._link is not link:
+            return False
+        self.base.put(link, pieces, nbytes)
+        self._backlog.wake()
+        return True
 
     def open_again(self) -> None:
         """What `opening` says has changed: send it on the connection that there is, after what was put before. A record
@@ -221,6 +234,7 @@ class Sender:
     def part(self, last: Any) -> None:
         """The last word, after which the node may end the connection."""
         self._parting = True
+        self.base.clear()
         self.put(last)
 
     def finish(self, seconds: float) -> None:
@@ -228,7 +242,7 @@ class Sender:
         Where this side closed it before, what the node has not read could be thrown away."""
         self._parting = True
         deadline = time.monotonic() + seconds
-        while self._backlog.queue.unfinished_tasks and self._waits(deadline):
+        while (self._backlog.queue.unfinished_tasks or not self.base.idle) and self._waits(deadline):
             time.sleep(0.005)
         self._outlet.finish(deadline - time.monotonic())
         if (link := self._link) is not None:
@@ -274,6 +288,7 @@ class Sender:
                 pause = min(2 * pause, PAUSE[1])
                 continue
             self._outlet.open(link, sock)
+            self.base.opened()
             self._again.set()
             began, self._link = time.monotonic(), link
             self._reasons.begin()  # before anything is heard on it
@@ -290,6 +305,7 @@ class Sender:
                 listener.join()
                 self.requests.clear()
                 self._backlog.drain()
+                self.base.clear()
                 self.node.disconnected()
                 self.answered.set()
             if self.node.final or self._parting:
@@ -312,6 +328,8 @@ class Sender:
                     self._again.clear()
                     for message in self._opening():
                         link.send(message)
+            if self._sends_base(link):
+                continue
             to, message, tensors, fill = self._backlog.get()
             try:
                 if not self.connected:
@@ -324,9 +342,24 @@ class Sender:
                     held = tensors.on_host() if isinstance(tensors, Copies) else tensors
                     with self._outlet.lock:
                         self._outlet.flush(link)
-                        _send(link, message, held)
+                        send(link, message, held)
             finally:
                 self._backlog.done(tensors)
+
+    def _sends_base(self, link: Link) -> bool:
+        """A part of it, if nothing else waits."""
+        waiting = self._backlog.queue
+        part = self.base.part(link) if self._link is link and not waiting.unfinished_tasks else None
+        if part is None:
+            return False
+        with self._outlet.lock:
+            if waiting.unfinished_tasks:
+                return False  # the rest of a message, it may be
+            self._outlet.flush(link)
+            began = time.monotonic()
+            link.send(part.message, [part.data], len(part.data))
+        self.base.went(part, time.monotonic() - began)
+        return True
 
     def _listen(self, link: Link) -> None:
         try:
@@ -365,14 +398,3 @@ class Sender:
         """The first reason counts: a connection that was given up fails in other ways after that."""
         if self._link is link and not self._stop.is_set() and not self._parting:
             self._reasons.say(getattr(error, "what", f"{type(error).__name__}: {error}"))
-
-
-def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor] | bytes) -> None:
-    if isinstance(tensors, bytes) and message is REST:
-        link.send_rest(tensors)
-    elif isinstance(tensors, bytes):
-        link.send(message, [tensors], len(tensors))
-    elif tensors:
-        link.send(message, packed(tensors), packed_bytes(tensors))
-    else:
-        link.send(message)

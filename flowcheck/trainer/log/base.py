@@ -115,11 +115,12 @@ class Base:
 
 
 class Taken:
-    """What one boundary took."""
+    """What one boundary took. nbytes: of all tensors. count: of parts."""
 
     def __init__(self, head: BaseHead | None, pieces: list[BasePiece]) -> None:
         self._head, self._pieces = head, pieces
         self.nbytes = sum(nbytes_of([piece.value, piece.state]) for piece in pieces)
+        self.count = len(pieces) + (head is not None)
         others = head.others if head is not None else {}
         self._bring: Callable[[], list[Any]] = on_host([others, *([one.value, one.state] for one in pieces)])
 
@@ -155,6 +156,15 @@ class Taker:
     def whole(self) -> bool:
         return not self._left and not self._head_due
 
+    @property
+    def due(self) -> int:
+        """Bytes of the parameter that comes next, and of its state."""
+        return self._nbytes(self._left[-1]) if self._left else 0
+
+    def _nbytes(self, name: str) -> int:
+        parameter = self._parameters[name]
+        return nbytes_of(parameter) + nbytes_of(self._optimizer.state.get(parameter))
+
     def take(self, step: int) -> Taken | None:
         """step: iterations done. Raises UserError for state that cannot be written: nothing is taken then."""
         if self.whole:
@@ -163,8 +173,7 @@ class Taker:
         pieces: list[BasePiece] = []
         room = self._budget
         for name in reversed(self._left):
-            state = self._optimizer.state.get(self._parameters[name])
-            nbytes = nbytes_of(self._parameters[name]) + nbytes_of(state)
+            state, nbytes = self._optimizer.state.get(self._parameters[name]), self._nbytes(name)
             if pieces and nbytes > room and not self._at_once:
                 break
             pieces.append(self._piece(name, state, step))

@@ -1,32 +1,34 @@
-"""The base of a log, to nodes that ask for one: some parameters at each boundary, by a budget of bytes.
+"""The base of a log, to nodes that ask for one: some parameters at each boundary, as fast as each node's link takes it.
 
     upload = BaseUpload(optimizer, parameters, constants)
     upload.over(senders, number)            at the boundary before iteration `number`, after its record
 
-Nobody waits for it. What one boundary takes is copied there, in the order of the device's stream, and goes out at the
-next one, when the copies have long been made. A node that does not take a part of it has no use of the rest, and asks
-again. The training thread.
+Nobody waits for it. What a boundary takes is copied there, in the order of the device's stream; the thread that sends
+encodes it when the copies have been made, and sends it when nothing else is to be sent. While UNSENT bytes of it
+(base_queue.py) are still here, boundaries take nothing more: the base is then of more boundaries. Each node has a base
+of its own, so that no link waits for another. The training thread.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from flowcheck.control.checksum import sum_text
-from flowcheck.control.protocol import Base
+from flowcheck.control.protocol import Base, Link
+from flowcheck.trainer.connection import base_queue
+from flowcheck.trainer.connection.base_queue import Pieces
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.parts import local
-from flowcheck.trainer.log.base import BaseHead, BasePiece, Taken, Taker
+from flowcheck.trainer.log.base import BaseHead, BasePiece, Taker
 from flowcheck.trainer.log.codec import packed
 from flowcheck.trainer.log.copies import copy_of, nbytes_of
 from flowcheck.trainer.log.refusals import coupled
 
-__all__ = ["LEAST", "PART", "BaseUpload"]
+__all__ = ["LEAST", "BaseUpload"]
 
-PART = 4 << 20  # bytes of a message
 LEAST = 1 << 20  # bytes at a boundary, if there are so many
 
 
@@ -38,59 +40,81 @@ class BaseUpload:
         constants: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         self._optimizer, self._parameters, self._constants = optimizer, parameters, constants
-        self._left: list[tuple[str, torch.Tensor]] = []  # constants of that base
-        self._budget = LEAST
-        self._to: list[Sender] = []
-        self._taker: Taker | None = None  # of the base that is being sent
-        self._taken: Taken | None = None  # at the last boundary
-        self._step, self._number, self._of = 0, 0, 0  # of what was taken; of the piece that comes next; of all pieces
+        self._going: dict[Sender, _Going] = {}
 
     def over(self, senders: Sequence[Sender], number: int) -> None:
         """Raises UserError: the optimizer keeps something that cannot be written."""
-        self._to = [one for one in self._to if one in senders]
-        if wanting := [one for one in senders if one.node.base_steps]:
-            self._begin(wanting)
-        elif self._taken is not None:
-            self._send(self._taken.parts())
-        elif self._to:
-            self._step = number
-            self._send(self._some_constants())
-        if not self._to or self._taker is None:
-            self._taker = self._taken = None
-        elif not self._taker.whole:
-            self._step, self._taken = number, self._taker.take(number)
-        else:
-            self._taken = None
+        for one in senders:
+            steps, one.node.base_steps = one.node.base_steps, 0
+            if steps and not (one.node.base_again and one in self._going):  # else it is on its way
+                self._begin(one, steps)
+        self._going = {one: going for one, going in self._going.items() if one in senders and going.over(number)}
 
-    def _begin(self, wanting: list[Sender]) -> None:
-        """A base from its first piece on, to those, too, that had some of the one before."""
-        steps = min(one.node.base_steps for one in wanting)
-        for one in wanting:
-            one.node.base_steps = 0
-        self._to = [*wanting, *(one for one in self._to if one not in wanting)]
+    def _begin(self, sender: Sender, steps: int) -> None:
+        """From its first piece on."""
+        self._going.pop(sender, None)
+        link = sender.begin_base()
+        if link is None:
+            return
         parameters, constants = self._parameters(), self._constants()
         whole = sum(nbytes_of([one, self._optimizer.state.get(one)]) for one in parameters.values())
-        self._budget = max(LEAST, math.ceil((whole + nbytes_of(dict(constants))) / steps))
-        self._taker, self._left = self._new_taker(parameters), list(constants.items())
-        self._taken, self._number, self._of = None, 0, len(parameters) + len(constants) + 1
+        budget = max(LEAST, math.ceil((whole + nbytes_of(dict(constants))) / steps))
+        self._going[sender] = _Going(sender, link, self._optimizer, parameters, constants,
+                                     min(budget, base_queue.UNSENT))
 
-    def _new_taker(self, parameters: Mapping[str, torch.Tensor]) -> Taker:
-        return Taker(self._optimizer, parameters, self._budget, at_once=bool(coupled(self._optimizer)))
 
-    def _some_constants(self) -> Iterator[BasePiece]:
-        room = self._budget
-        while self._left and room > 0:
+class _Going:
+    """A base that is sent on one connection. budget: bytes at a boundary."""
+
+    def __init__(
+        self, sender: Sender, link: Link, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor], budget: int,
+    ) -> None:
+        self._sender, self._link, self._budget = sender, link, budget
+        self._taker = Taker(optimizer, parameters, budget, at_once=bool(coupled(optimizer)))
+        self._left = list(constants.items())
+        self._number, self._of = 0, len(parameters) + len(constants) + 1  # of the piece that comes next; of all pieces
+
+    def over(self, step: int) -> bool:
+        """False: all of it has gone out, or nothing more of it can. Raises what encoding it has raised."""
+        queue = self._sender.base
+        if queue.failure is not None:
+            raise queue.failure
+        if self._number == self._of:
+            return not queue.idle
+        if not queue.idle and queue.unsent + max(self._budget, self._due) > base_queue.UNSENT:
+            return True  # as long as it is not, the connection is there
+        if not self._taker.whole:
+            taken = self._taker.take(step)
+            assert taken is not None
+            first, self._number = self._number, self._number + taken.count
+            return self._put(_encoded(taken.parts, step, first, self._of), taken.nbytes)
+        constants = self._some_constants(step)
+        first, self._number = self._number, self._number + len(constants)
+        nbytes = nbytes_of([one.value for one in constants])
+        return self._put(_encoded(lambda: constants, step, first, self._of), nbytes)
+
+    @property
+    def _due(self) -> int:
+        """Bytes of what comes next."""
+        return self._taker.due if not self._taker.whole else self._left[0][1].nbytes
+
+    def _put(self, pieces: Pieces, nbytes: int) -> bool:
+        return self._sender.put_base(self._link, pieces, nbytes)
+
+    def _some_constants(self, step: int) -> list[BasePiece]:
+        found, room = list[BasePiece](), self._budget
+        while self._left and (not found or self._left[0][1].nbytes <= room):
             name, value = self._left.pop(0)
             room -= value.nbytes
-            yield BasePiece(name, self._step, copy_of(local(value).detach().cpu(), None, name), None)
+            found.append(BasePiece(name, step, copy_of(local(value).detach().cpu(), None, name), None))
+        return found
 
-    def _send(self, parts: Iterable[BaseHead | BasePiece]) -> None:
-        for part in parts:
-            data = packed(part)
-            total, text, held = len(data), sum_text(data), memoryview(data)
-            for first in range(0, total, PART):
-                message = Base(self._step, self._number, self._of, total, text, first)
-                self._to = [one for one in self._to if one.put(message, bytes(held[first : first + PART]))]
-            self._number += 1
-        if self._number == self._of:
-            self._to = []
+
+def _encoded(
+    parts: Callable[[], Sequence[BaseHead | BasePiece]], step: int, first: int, of: int
+) -> Pieces:
+    """Each with what is said of it. step: at which they were taken. first: number of the first one."""
+    for number, part in enumerate(parts(), first):
+        data = packed(part)
+        yield Base(step, number, of, len(data), sum_text(data), 0), data

@@ -32,6 +32,7 @@ from flowcheck.node.versions.journal.log_folder import About, log_folder, write_
 from flowcheck.node.versions.journal.log_shelf import LogShelf
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.records import StepRecord
+from flowcheck.trainer.connection.base_queue import BaseQueue
 from flowcheck.trainer.connection.node_state import NodeState
 from flowcheck.trainer.log.codec import record_tree
 from flowcheck.trainer.log.record import StepRecord as Stepped
@@ -54,11 +55,16 @@ class Sender:
     """In place of a connection: what is put goes to the node's bases."""
 
     def __init__(self, bases: Bases) -> None:
-        self.node, self.bases, self.whole = NodeState(), bases, list[WholeBase]()
+        self.node, self.base = NodeState(), BaseQueue()
+        self.bases, self.whole = bases, list[WholeBase]()
 
-    def put(self, message: Base, data: bytes) -> bool:
-        base = self.bases.take(message, bytes(data))
-        self.whole += [base] if base is not None else []
+    def begin_base(self) -> str:
+        return "link"
+
+    def put_base(self, link: str, pieces: Iterator[tuple[Base, bytearray]], nbytes: int) -> bool:
+        for message, data in pieces:
+            base = self.bases.take(message, bytes(data))
+            self.whole += [base] if base is not None else []
         return True
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.protocol import Base
+from flowcheck.control.protocol import Base, BaseWanted
 from flowcheck.node.versions.journal.folders import folders_in
 from flowcheck.node.versions.journal.log_folder import About
 from flowcheck.node.versions.journal.log_shelf import LogShelf, logs_here
@@ -31,7 +31,8 @@ class LogKept(Kept):
         keeper, job = self.versions.journal.keeper, self.job
         assert keeper is not None
         about = About(job.run_id, job.epoch, "", more.get("start", ""), 5, keeper.job.plan, keeper.job.body)
-        self.book = LogBook(keeper, about, lambda wanted: None, self._say)
+        self.asked = list[BaseWanted]()
+        self.book = LogBook(keeper, about, self.asked.append, self._say)
         self.until(lambda: bool(self.events("journal")))
         self.book.look(None)
 
@@ -94,6 +95,17 @@ def test_another_start_with_the_same_connections_has_a_log_of_its_own(
         at.iterate(4)
     with log_kept(monkeypatch, tmp_path, start=again) as at:
         assert steps(journals(at)) == left
+
+
+def test_a_base_that_comes_slowly_is_not_asked_for_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with log_kept(monkeypatch, tmp_path) as at:
+        asked = at.asked
+        for number in range(200):
+            at.book.look(number)
+            if number % 10 == 9 and number < 100:
+                at.book.take(Base(5, 0, 2, 100, "0" * 16, number // 10), b"x")
+            assert [one.again for one in asked[1:]] == [True] * (len(asked) - 1) and (len(asked) == 1 or number > 110)
+        assert len(asked) > 1
 
 
 def test_a_start_that_makes_steps_of_a_log_anew_gets_an_epoch_of_its_own(tmp_path: Path) -> None:

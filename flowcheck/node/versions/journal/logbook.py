@@ -23,7 +23,7 @@ from flowcheck.node.versions.journal.log_folder import About, log_folder, users_
 __all__ = ["LogBook"]
 
 SPREAD = 100  # boundaries that a base is spread over, at most
-PATIENCE = 16  # boundaries more than that, until one that was asked for is asked for again
+PATIENCE = 16  # boundaries more than that without a part of it, until one that was asked for is asked for again
 
 
 class LogBook:
@@ -36,7 +36,9 @@ class LogBook:
         self._bases: Bases | None = None  # once the journal is there
         self._sound = 0  # from this iteration on the journal has no hole
         self._alone = False  # journals of earlier runs are gone, or going
-        self._asked: int | None = None  # the iteration that was next when a base was asked for; None: none is awaited
+        self._asked: int | None = None  # the iteration that was next when a base was asked for, or the last part of it
+        # came; None: none is awaited
+        self._awaited = 0  # the iteration that comes next
 
     @property
     def users(self) -> Path | None:
@@ -52,6 +54,7 @@ class LogBook:
             self._bases = self._begun()
         if awaited is None or self._bases is None:
             return
+        self._awaited = awaited
         if why := self._bases.failure():
             self._say("problem", about="journal", why=f"a base of the log was given up: {why}")
             self._asked = None
@@ -63,8 +66,8 @@ class LogBook:
             return
         first, period = self._bases.first, max(2 * self._spread, self._keeper.room.entries // 2)
         if self._asked is not None or first is None or first < self._sound or awaited - first >= period:
+            self._ask(BaseWanted(self._spread, again=self._asked is not None))
             self._asked = awaited
-            self._ask(BaseWanted(self._spread))
 
     def _end_others(self, bases: Bases) -> None:
         """Once steps of this run can be made: until then those of the run before are all that there is."""
@@ -93,7 +96,12 @@ class LogBook:
 
     def take(self, message: Base, data: bytes) -> None:
         """Raises UserError: it is not the part that is due."""
-        if self._bases is not None and (base := self._bases.take(message, data)) is not None:
+        if self._bases is None:
+            return
+        base = self._bases.take(message, data)
+        if self._asked is not None:
+            self._asked = self._awaited  # it comes, as fast as the link takes it
+        if base is not None:
             self._asked = None
             self._say("log", iteration=base.step, first=base.first, bytes=base.nbytes)
 
