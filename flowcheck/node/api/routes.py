@@ -34,6 +34,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -98,7 +99,7 @@ class _Api:
         self._tiers, self._streams, self._notices, self._peers = tuple(shelves), streams, notices, peers
         self._shelves = {**shelves, **({ROW: streams} if streams is not None else {})}
         self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in self._shelves}
-        self._looks: dict[str, tuple[float, asyncio.Future[list[Holding]]]] = {}  # by tier: since when one is under way
+        self._looks: dict[str, tuple[float, object, asyncio.Future[Any]]] = {}  # by tier: since when, and for what
         versions = f"{VERSIONS}/{{id}}"
         self.app = Starlette(
             routes=[
@@ -167,19 +168,24 @@ class _Api:
 
     async def _status(self, request: Request) -> Response:
         offers, withheld, absent = await self._look()
+        journals = await self._journals() if JOURNAL not in absent else None
         return JSONResponse({"newest": _newest(offers), "withheld": _newest(withheld), "absent": absent,
-                             **await self._ranges()})
+                             "journals": journals or []})
 
     async def _rewind(self, request: Request) -> Response:
-        return JSONResponse(await self._ranges())
+        journals = await self._journals()
+        if journals is None:
+            raise Pressed("the journal did not answer", where=f"within {LOOK_SECONDS:g} s")
+        return JSONResponse({"journals": journals})
 
-    async def _ranges(self) -> dict[str, Any]:
-        """Of journals: none is waited for for long."""
+    async def _journals(self) -> list[Said] | None:
+        """What each can make; None: that was not said in time."""
         if not isinstance(shelf := self._shelves.get(JOURNAL), JournalShelf):
-            return {"journals": []}
-        asked = asyncio.ensure_future(self._on(JOURNAL, shelf.ranges))
-        await asyncio.wait([asked], timeout=LOOK_SECONDS)
-        return {"journals": asked.result() if asked.done() else []}
+            return []
+        asked = self._looked(JOURNAL, shelf.ranges, "ranges")
+        if asked is not None:
+            await asyncio.wait([asked], timeout=LOOK_SECONDS)
+        return asked.result() if asked is not None and asked.done() and not _refused(asked) else None
 
     async def _versions(self, request: Request) -> Response:
         step = request.query_params.get("step", "")
@@ -201,14 +207,15 @@ class _Api:
         """What can be had, the run and line that live first, of them the newest; what is there and is not offered;
         tiers that did not say so in time. step: also what can be made of this one."""
         shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
-        asked = {tier: self._looked(tier, shelf) for tier, shelf in shelves.items()}
-        if asked:
-            await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
-        absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
+        asked = {tier: self._looked(tier, partial(shelf.having, step), step) if isinstance(shelf, JournalShelf)
+                 else self._looked(tier, shelf.look) for tier, shelf in shelves.items()}
+        if waited := [task for task in asked.values() if task is not None]:
+            await asyncio.wait(waited, timeout=LOOK_SECONDS)
+        there = {tier: task for tier, task in asked.items() if task is not None and task.done() and not _refused(task)}
+        absent = [tier for tier in asked if tier not in there]
         peers = self._peers()
         offers = [replace(self._shelves[tier].judged(one.offer), attached=_attached(one, peers))
-                  for tier, task in asked.items() if tier not in absent
-                  for one in (*task.result(), *(await self._makeable(tier, step)))]
+                  for tier, task in there.items() for one in task.result()]
         order, rank = list(asked), ranks((offer.run_id, offer.key) for offer in offers)
         offers.sort(key=lambda offer: order.index(offer.tier))
         offers.sort(key=lambda offer: rank(offer.run_id, offer.key), reverse=True)
@@ -217,22 +224,16 @@ class _Api:
         return ([asdict(offer) for offer, why in whys if not why],
                 [asdict(offer) | {"why": why} for offer, why in whys if why], absent)
 
-    async def _makeable(self, tier: str, step: int | None) -> list[Holding]:
-        shelf = self._shelves[tier]
-        if step is None or not isinstance(shelf, JournalShelf):
-            return []
-        found: list[Holding] = await self._on(tier, shelf.makeable, step)
-        return found
-
-    def _looked(self, tier: str, shelf: Shelf) -> asyncio.Future[list[Holding]]:
-        """What it says now. One that does not answer is asked no more until it has: questions would pile up."""
+    def _looked(self, tier: str, look: Callable[[], Any], what: object = None) -> asyncio.Future[Any] | None:
+        """What it says now. One that does not answer is asked no more until it has: questions would pile up. None: it
+        still has to answer another one. what: tells them apart."""
         now = asyncio.get_running_loop().time()
-        began, oldest = self._looks.get(tier, (now, None))
+        began, asked, oldest = self._looks.get(tier, (now, None, None))
         if oldest is not None and not oldest.done() and now - began >= LOOK_SECONDS:
-            return oldest
-        task: asyncio.Future[list[Holding]] = asyncio.ensure_future(self._on(tier, shelf.look))
+            return oldest if asked == what else None
+        task: asyncio.Future[Any] = asyncio.ensure_future(self._on(tier, look))
         if oldest is None or oldest.done():
-            self._looks[tier] = now, task
+            self._looks[tier] = now, what, task
         return task
 
     async def _manifest(self, request: Request) -> Response:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import json
+import os
 import re
 import threading
 import weakref
@@ -13,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +31,9 @@ from flowcheck.node.api.guard import OPEN, Guard, key_in, may
 from flowcheck.node.api.routes import make_app, span_of
 from flowcheck.node.versions.held import Gone, Held, Holding
 from flowcheck.node.versions.holdings import Pressed, Shelf, Withheld
+from flowcheck.node.versions.journal import shelf as shelf_of_journals
+from flowcheck.node.versions.journal.folders import folder_of
+from flowcheck.node.versions.journal.shelf import JournalShelf
 
 KEY = "k" * 64
 SHOWN = [(b"authorization", f"Bearer {KEY}".encode())]
@@ -326,6 +332,34 @@ def test_a_tier_that_hangs_holds_up_no_other(
     for said in (versions.json, status.json):
         assert said["absent"] == ["disk"]
     assert [one["step"] for one in versions.json["versions"]] == [7, 6] and file.body == DATA
+
+
+def test_a_journal_that_hangs_is_named_whatever_is_asked_of_it(
+    memory: FakeShelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(shelf_of_journals, "FRESH_SECONDS", 0.0)
+    folder = folder_of(tmp_path, "", "run", 0)
+    folder.path.mkdir(parents=True)
+    os.mkfifo(folder.job)  # whoever opens it waits for a writer
+    made = api._Api({"memory": memory, "journal": JournalShelf(tmp_path, ())})
+    app = Guard(made.app, KEY)
+
+    async def asked(*paths: str) -> list[Answer]:
+        try:
+            return [await asyncio.wait_for(_get(app, path, SHOWN, "GET"), 60) for path in paths]
+        finally:
+            with contextlib.suppress(OSError):  # nobody waits
+                os.close(os.open(folder.job, os.O_WRONLY | os.O_NONBLOCK))
+
+    try:
+        first, other, status, rewind = asyncio.run(asked(
+            "/v1/versions?step=5", "/v1/versions?step=6", "/v1/status", "/v1/rewind"))
+        for answer in (first, other, status):
+            assert answer.status == 200 and answer.json["absent"] == ["journal"]
+        assert [one["step"] for one in first.json["versions"]] == [7, 6] and rewind.status == 503
+    finally:
+        made.close()
 
 
 @pytest.mark.parametrize("error", [

@@ -2,7 +2,8 @@
 
     shelf = JournalShelf(root, cores)
     shelf.look()                            bases, and what was made; as any version on disk
-    shelf.makeable(step)                    that can be made of this step; the first question for one makes it
+    shelf.having(step)                      the same, and what can be made of this step; the first question for one
+                                            makes it
     shelf.ranges()                          all that can be had, for people: GET /v1/rewind
 
 One step is made at a time, by a process of its own (worker.py), which is asked for when its manifest is. Until it is
@@ -68,9 +69,14 @@ class JournalShelf(Shelf):
     def known(self) -> list[Holding]:
         return [*self.look(), *(holding for holding, _, _ in self._wanted.values())]
 
-    def makeable(self, step: int) -> list[Holding]:
+    def having(self, step: int | None) -> list[Holding]:
+        """All that is there, and what can be made of this step; None: of none."""
+        found = self.look()
+        return found if step is None else [*found, *self._makeable(step, found)]
+
+    def _makeable(self, step: int, looked: list[Holding]) -> list[Holding]:
         """Of this step, that is not there yet: `hold` takes them for some time."""
-        there = {(one.offer.run_id, one.offer.epoch, one.offer.shard) for one in self.look() if one.offer.step == step}
+        there = {(one.offer.run_id, one.offer.epoch, one.offer.shard) for one in looked if one.offer.step == step}
         found = []
         for reach in self._reach():
             base = reach.base_for(step)
@@ -132,6 +138,7 @@ class JournalShelf(Shelf):
             if old.path not in reading:
                 remove_tree(old.path)
         return _Making(holding, folder, base, self)
+
 
 class _Making(Held):
     """A step that is made, and then read as any on disk."""
