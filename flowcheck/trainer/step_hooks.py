@@ -5,12 +5,17 @@
     hooks.steps                     since the caller has set it to 0
     hooks.keep_places()             at a boundary, whatever other hooks the script has registered meanwhile
 
+A class whose step() calls that of the class above it makes one step, not two: torch calls hooks for each of them, and
+of those of one optimizer that are within each other the outermost counts.
+
 The training thread.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -27,11 +32,12 @@ class StepHooks:
     ) -> None:
         self._optimizer, self._ready, self._stepped = optimizer, ready, stepped
         self._handles: tuple[Any, Any] | None = None
+        self._within: FrameType | None = None  # torch's, of the step that is under way; left behind by one that raised
         self.steps = 0
 
     def begin(self) -> None:
         self._handles = (self._optimizer.register_step_pre_hook(self._before_step),
-                         self._optimizer.register_step_post_hook(self._stepped))
+                         self._optimizer.register_step_post_hook(self._after_step))
 
     def end(self) -> None:
         if self._handles is not None:
@@ -54,6 +60,10 @@ class StepHooks:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, given: Any, named: dict[str, Any]) -> Any:
         """Called by torch. A closure makes the gradients within the step: what is looked at comes after it."""
+        caller = sys._getframe(1)
+        if self._is_inner(caller):
+            return None
+        self._within = caller
         self.steps += 1
         closure = named.get("closure", given[1] if len(given) > 1 else None)
         if not callable(closure):
@@ -68,3 +78,16 @@ class StepHooks:
         if "closure" in named:
             return given, named | {"closure": then_ready}
         return (given[0], then_ready, *given[2:]), named
+
+    def _after_step(self, *given: Any) -> None:
+        """Called by torch."""
+        if not self._is_inner(sys._getframe(1)):
+            self._within = None
+            self._stepped(*given)
+
+    def _is_inner(self, caller: FrameType) -> bool:
+        """Is the step that is under way further up?"""
+        frame = caller.f_back if self._within is not None else None
+        while frame is not None and frame is not self._within:
+            frame = frame.f_back
+        return frame is not None
