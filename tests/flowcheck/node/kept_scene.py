@@ -55,13 +55,13 @@ class Kept(Live):
     """said: events of the group. truth: hashes of each version that was published."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, *, seed: int = 0, run: str = "run", epoch: int = 0,
-                 start: str = "", log: bool = False, **settings: Any) -> None:
+                 start: str = "", log: bool = False, first: int = 5, **settings: Any) -> None:
         job = journal_job(optimizer="sgd", options={"lr": 0.1, "momentum": 0.9})
         job.run_id, job.epoch = run, epoch
         if log:
             job.optimizer, job.kind = None, LOG
             job = job_from_dict(job.to_dict())
-        super().__init__(patch, job, folder=folder, slots=4, threads=1, first=5)
+        super().__init__(patch, job, folder=folder, slots=4, threads=1, first=first)
         self.lines: list[tuple[str, dict[str, Any]]] = []
         self.config = config_of(folder, **settings)
         self._random = np.random.default_rng(seed)
@@ -73,7 +73,7 @@ class Kept(Live):
                                    self.writer, None, common)
         self.publisher.begin()
         ranks = self.job.communicator.ranks
-        self.versions.divergences.begins((run, epoch, ranks), self.job, 5, "")
+        self.versions.divergences.begins((run, epoch, ranks), self.job, first, "")
         keeping = self.versions.journal.begin(self.job.to_dict(), self.session.plan, (run, epoch, ranks),
                                               self.session.clock, start)
         if keeping is not None:

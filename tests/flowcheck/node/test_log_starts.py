@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flowcheck.control.protocol import Base, BaseWanted
+from flowcheck.control.start import Start, start_text
 from flowcheck.node.versions.journal.folders import folders_in
 from flowcheck.node.versions.journal.log_folder import About
 from flowcheck.node.versions.journal.log_shelf import LogShelf, logs_here
@@ -28,9 +29,11 @@ class LogKept(Kept):
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, **more: Any) -> None:
         super().__init__(patch, folder, log=True, **more)
+        self.next_number = more.get("first", 5)
         keeper, job = self.versions.journal.keeper, self.job
         assert keeper is not None
-        about = About(job.run_id, job.epoch, "", more.get("start", ""), 5, keeper.job.plan, keeper.job.body)
+        about = About(job.run_id, job.epoch, "", more.get("start", ""), keeper.job.first, keeper.job.plan,
+                      keeper.job.body)
         self.asked = list[BaseWanted]()
         self.book = LogBook(keeper, about, self.asked.append, self._say)
         self.until(lambda: bool(self.events("journal")))
@@ -83,7 +86,7 @@ def test_the_log_before_goes_when_this_one_makes_steps_and_not_earlier(
         at.base()
         at.iterate(3)
         at.until(lambda: steps(journals(at)) == {1: (9, 11)})
-        assert [one.path.name for one in folders_in(journals(at))] == ["epoch-1"]
+        at.until(lambda: [one.path.name for one in folders_in(journals(at))] == ["epoch-1"])
 
 
 @pytest.mark.parametrize(("again", "left"), [("a", {0: (6, 9)}), ("b", {})])
@@ -95,6 +98,29 @@ def test_another_start_with_the_same_connections_has_a_log_of_its_own(
         at.iterate(4)
     with log_kept(monkeypatch, tmp_path, start=again) as at:
         assert steps(journals(at)) == left
+
+
+LINES = [start_text("0" * 64, str(Start(1, "a" * 16, number, 5))) for number in (0, 1)]
+
+
+def test_a_log_whose_start_joins_again_stays_until_the_new_one_makes_steps(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with log_kept(monkeypatch, tmp_path, start=LINES[0]) as at:
+        at.base()
+        at.iterate(4)
+        at.until(lambda: steps(journals(at)) == {0: (6, 9)})
+    for first in (12, 20):  # the second time nothing new had come meanwhile
+        with log_kept(monkeypatch, tmp_path, start=LINES[0], first=first) as at:
+            at.iterate(1)
+            assert steps(journals(at)) == {0: (6, 9)} and at.events("hole") == []
+    with log_kept(monkeypatch, tmp_path, start=LINES[0], first=30) as at:
+        at.base()
+        at.iterate(3)
+        at.until(lambda: steps(journals(at)) == {0: (31, 33)})
+        at.until(lambda: [one.path.name for one in folders_in(journals(at))] == ["epoch-0"])
+    with log_kept(monkeypatch, tmp_path, start=LINES[1], first=40) as at:
+        assert steps(journals(at)) == {}
 
 
 def test_a_base_that_comes_slowly_is_not_asked_for_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

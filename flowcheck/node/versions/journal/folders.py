@@ -6,6 +6,9 @@
                                                        bases/LINE/ends.json      steps after this one may be wrong
                                                        made/LINE/step-000123/    steps that were made again
 
+    DIRECTORY/flowcheck-NODE.journal/GROUP/RUN/epoch-E.before/...                what the same start of a log had before
+                                                                                 it joined again
+
 A line is one unbroken chain of versions: what one base and the entries of its own line make is what the node had. Each
 beginning (a trainer's state, ranges, a version of a peer, another process of the node) has another line. Everything is
 this user's alone (0700, 0600).
@@ -57,6 +60,16 @@ class Folder:
     @property
     def job(self) -> Path:
         return self.path / "job.json"
+
+    @property
+    def before(self) -> Folder:
+        """Where it is kept while what is written anew makes no steps yet."""
+        return Folder(self.path.with_name(f"{self.path.name}.before"))
+
+    def set_aside(self) -> None:
+        """As `before`, in place of what is there. Raises OSError."""
+        remove_tree(self.before.path)
+        self.path.rename(self.before.path)
 
     def base_of(self, line: str) -> Path:
         """In which a base of this line is written."""

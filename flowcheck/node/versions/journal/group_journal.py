@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flowcheck.control.start import line_of
 from flowcheck.errors import said_of
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import LOG, Job, dtype_size
@@ -73,7 +74,7 @@ class GroupJournal:
         said = JobText(dict(body), here, clock.first, digest)
         self._whole = self._tried = "", -1
         self.keeper = Keeper(folder, room, said, plan, clock, self._say,
-                             self._ending[-1] if self._ending else None)
+                             self._ending[-1] if self._ending else None, line_of(start) if job.kind == LOG else "")
         return self.keeper
 
     def published(self, step: int, matches: int, write: Callable[[Path, Callable[[], None], bool], bool]) -> None:

@@ -12,6 +12,7 @@ in memory. The group's thread.
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ from flowcheck.journal.ring import Hole, RingWriter, Written
 from flowcheck.node.versions.journal.entries import Heads
 from flowcheck.node.versions.journal.folders import Folder, new_line
 from flowcheck.node.versions.journal.job_text import JobText
+from flowcheck.node.versions.journal.log_folder import line_in
+from flowcheck.node.versions.journal.log_shelf import makes_steps
 from flowcheck.node.versions.journal.room import Room
 from flowcheck.rebuild.iteration.collector import Judged
 from flowcheck.rebuild.plan import JobPlan
@@ -39,7 +42,7 @@ OPENING = "the journal's files are still being made"
 
 class Keeper:
     """A Keeping (rebuild/version/keeping.py). job: of which the entries are, as it is read again. say: events of the
-    group. after: what has to have ended before the files are opened.
+    group. after: what has to have ended before the files are opened. line_of_start: of a log, "": it is not known.
 
     line: of the versions now. matches: checksums of the trainer that have matched. hole: the newest iteration that is
     not in it, -1: none. written: the newest that came into it. room: as it is, once `opened`.
@@ -47,9 +50,10 @@ class Keeper:
 
     def __init__(
         self, folder: Folder, room: Room, job: JobText, plan: JobPlan, clock: Clock, say: Callable[..., None],
-        after: threading.Thread | None = None,
+        after: threading.Thread | None = None, line_of_start: str = "",
     ) -> None:
         self.folder, self.room, self._clock, self._say = folder, room, clock, say
+        self._line_of_start = line_of_start
         self.job = JobText.of(job.text())
         self._heads = Heads(plan, job.plan)
         self.line, self.matches, self.hole, self.written = new_line(), 0, -1, -1
@@ -150,16 +154,30 @@ class Keeper:
         try:
             folder = self.folder
             make_private(folder)
-            if JobText.read(folder.job) != self.job:  # another start of it, with other iterations of the same numbers
-                remove_tree(folder.path)
+            if JobText.read(folder.job) != self.job:
+                self._clear()
                 make_private(folder)
                 write_atomic(folder.job, self.job.text().encode())
+                if shutil.disk_usage(folder.path).free < self.room.ring:
+                    remove_tree(folder.before.path)  # there is no room for both
             make_directory(folder.ring)
             writer = RingWriter(folder.ring, self.room.ring, self._heads.most)
         except Exception as error:  # also of a library: it must be said
             self._came = of_the_machine(error) or error
             return
         self._came = writer
+
+    def _clear(self) -> None:
+        """What is in the folder is of another joining. A log of the same start makes steps that are exact, and stays
+        until this one makes some. One of another start has other iterations of the same numbers, maybe. Raises
+        OSError."""
+        folder, line = self.folder, self._line_of_start
+        if not line or line_in(folder.before.path) != line:
+            remove_tree(folder.before.path)
+        if line and line_in(folder.path) == line and makes_steps(folder.path):
+            folder.set_aside()
+        else:
+            remove_tree(folder.path)
 
     def _end(self, writer: RingWriter | None) -> None:
         self._thread.join()

@@ -5,7 +5,7 @@
                user.user/        own states of ranks (versions/user_states.py)
     FOLDER/ring/                 gradients and records (flowcheck/journal)
 
-    write_about(folder, about); about = read_about(folder)
+    write_about(folder, about); about = read_about(folder); line_in(folder)
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from flowcheck.control.start import line_of
 from flowcheck.durable import make_directory, write_atomic
 
-__all__ = ["About", "log_folder", "read_about", "users_of", "write_about"]
+__all__ = ["About", "line_in", "log_folder", "read_about", "users_of", "write_about"]
 
 FILE = "log.json"
 
@@ -62,3 +63,9 @@ def read_about(folder: Path) -> About | None:
         return None
     kinds = {"run_id": str, "epoch": int, "shard": str, "start": str, "first": int, "plan": str, "job": dict}
     return about if all(type(getattr(about, name)) is kind for name, kind in kinds.items()) else None
+
+
+def line_in(folder: Path) -> str:
+    """Of which start the log there is; "": there is no log, or it does not say."""
+    about = read_about(folder)
+    return line_of(about.start) if about is not None else ""

@@ -41,7 +41,7 @@ from flowcheck.node.versions.journal.log_folder import About, log_folder, read_a
 from flowcheck.node.versions.starts import Seen
 from flowcheck.node.versions.user_states import ranks_in, user_folder, user_in
 
-__all__ = ["LogShelf", "logs_here"]
+__all__ = ["LogShelf", "logs_here", "makes_steps"]
 
 NO_SUM = "0" * 16
 
@@ -188,6 +188,11 @@ def logs_here(root: Path, run_id: str) -> list[Seen]:
     found = (log for folder in folders_in(root) for log in _logs_in(folder.path)[:1])
     return [Seen(log.about.epoch, log.steps[-1], line_of_start(log.about.start) or log.about.start)
             for log in found if log.about.run_id == run_id]
+
+
+def makes_steps(folder: Path) -> bool:
+    """Can any be made of the log in this folder of a run?"""
+    return bool(_logs_in(folder))
 
 
 def _logs_in(folder: Path) -> list[_Log]:
