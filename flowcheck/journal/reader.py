@@ -6,8 +6,9 @@
     reader.following(numbers)           of one after the other, each read while the one before it is used
     reader.damaged                      what is not used, and why
 
-Every call looks at the files again. What it returns is what was offered, or it raises: an entry that is being
-overwritten is gone, and one of which a bit differs is damaged.
+What it returns is what was offered, or it raises: an entry that is being overwritten is gone, and one of which a bit
+differs is damaged. It remembers where entries are, and their heads: `read` looks for one that is not there any more,
+`entries` reads what was written since, and `damaged` reads all again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,15 @@ class Place:
     def name(self) -> str:
         return f"{self.path} at byte {self.at}"
 
+    def stands(self) -> bool:
+        """Has its file the same entry there still?"""
+        try:
+            with opened_to_read(self.path) as descriptor:
+                geometry, block = geometry_of(descriptor), os.pread(descriptor, BLOCK, self.at)
+                return len(block) == BLOCK and Descriptor.read(block, geometry.place_bytes) == self.one
+        except (OSError, NotOurs, Torn):
+            return False
+
     def having(self, read: Callable[[int, Place], _Read]) -> _Read:
         """What `read` makes of an open file and this. Raises _Gone: the entry is another one by now; Damaged, NotOurs,
         OSError."""
@@ -86,26 +96,31 @@ class RingReader:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self._directory = Path(directory)
+        self._places: dict[int, Place] = {}  # by number, as of the last look
+        self._heads: dict[Place, Entry] = {}
         if not self._files():
             raise UserError("there is no journal", where=str(directory), remedy="the directory of one run's journal")
 
     @property
     def entries(self) -> list[Entry]:
         """Whole ones by number. Heads and tables are checked, spans are when they are read."""
-        return self._look()[0]
+        return self._look(self._heads)[0]
 
     @property
     def damaged(self) -> list[str]:
         """What is never used: files, places and heads that are not as they were written. Spans are looked at by `read`
         alone."""
-        return self._look()[1]
+        return self._look({})[1]
 
     def read(self, number: int, memory: Memory | None = None) -> tuple[bytes, list[np.ndarray]]:
         """Head and spans (uint8, in the order offered) of an iteration. memory: in which they lie, and those that were
         read into it before do not any more. Raises UserError: it is not there, or was overwritten meanwhile;
         EnvironmentProblem: it is damaged, or cannot be read."""
+        if (known := self._places.get(number)) is not None:
+            with contextlib.suppress(_Gone, Damaged, NotOurs, OSError):  # what is wrong is said below
+                return known.having(partial(_unchanged, memory=memory))
         said: list[str] = []
-        for place in self._whole(said):
+        for place in self._whole(said, {}):
             if place.one.number == number:
                 try:
                     return place.having(partial(spans_in, memory=memory))
@@ -138,13 +153,15 @@ class RingReader:
         with reporting(self._directory, "a directory that can be read"):
             return found_files(self._directory)
 
-    def _whole(self, said: list[str]) -> list[Place]:
-        """By number; of two with one number the newer. said: what is damaged is added."""
+    def _whole(self, said: list[str], known: Collection[Place]) -> list[Place]:
+        """By number; of two with one number the newer. said: what is damaged is added. known: these are believed to be
+        there as long as their words are."""
         found: dict[int, Place] = {}
+        at = {(place.path, place.at): place for place in known}
         for path in self._files():
             try:
                 with opened_to_read(path) as descriptor:
-                    for place in places_in(descriptor, path, geometry_of(descriptor), said):
+                    for place in places_in(descriptor, path, geometry_of(descriptor), said, at):
                         other = found.get(place.one.number)
                         if other is None or other.one.ticket < place.one.ticket:
                             found[place.one.number] = place
@@ -152,19 +169,24 @@ class RingReader:
                 continue  # replaced just now
             except (OSError, NotOurs, Torn) as error:
                 said.append(f"{path}: {error}")
+        self._places = found
+        self._places = found
         return [found[number] for number in sorted(found)]
 
-    def _look(self) -> tuple[list[Entry], list[str]]:
-        entries: list[Entry] = []
+    def _look(self, heads: Mapping[Place, Entry]) -> tuple[list[Entry], list[str]]:
+        """heads: those that are not read again."""
+        there: dict[Place, Entry] = {}
         said: list[str] = []
-        for place in self._whole(said):
+        for place in self._whole(said, heads.keys()):
             try:
-                entries.append(Entry(place.one.number, place.having(_front)[0], place.one.nbytes))
+                there[place] = heads.get(place) or Entry(
+                    place.one.number, place.having(_front)[0], place.one.nbytes)
             except _Gone:
                 continue
             except (Damaged, NotOurs, OSError) as error:
                 said.append(f"{place.name}: iteration {place.one.number}: {error}")
-        return entries, said
+        self._heads = there
+        return list(there.values()), said
 
 
 def geometry_of(descriptor: int) -> Geometry:
@@ -172,13 +194,21 @@ def geometry_of(descriptor: int) -> Geometry:
     return Geometry.read(os.pread(descriptor, BLOCK, 0))[0]
 
 
-def places_in(descriptor: int, path: Path, geometry: Geometry, said: list[str]) -> Iterator[Place]:
-    """Those of a file that have whole entries. said: what is damaged is added."""
+def places_in(
+    descriptor: int, path: Path, geometry: Geometry, said: list[str],
+    known: Mapping[tuple[Path, int], Place] | None = None,
+) -> Iterator[Place]:
+    """Those of a file that have whole entries. said: what is damaged is added. known: of which the word alone is read,
+    as long as it stays, by path and first byte."""
     whole = min(geometry.places, (os.fstat(descriptor).st_size - BLOCK) // geometry.place_bytes)
     if whole < geometry.places:
         said.append(f"{path}: it was cut short")
     for number in range(whole):
         at = geometry.at(number)[1]
+        before = known.get((path, at)) if known else None
+        if before is not None and os.pread(descriptor, 8, at) == before.one.word.to_bytes(8, "little"):
+            yield before
+            continue
         for look in range(LOOKS):
             block = os.pread(descriptor, BLOCK, at)
             try:
@@ -235,6 +265,13 @@ def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
     if one.first_span + sum(aligned(int(size), LINE) for size in table[:, 0]) > one.nbytes:
         raise Damaged("its table is of more than it has")
     return front[: one.head_bytes].tobytes(), table
+
+
+def _unchanged(descriptor: int, place: Place, memory: Memory | None) -> tuple[bytes, list[np.ndarray]]:
+    """As `spans_in`. Raises _Gone, too: its first block is another one by now, or damaged."""
+    if os.pread(descriptor, BLOCK, place.at) != place.one.block():
+        raise _Gone
+    return spans_in(descriptor, place, memory)
 
 
 def spans_in(descriptor: int, place: Place, memory: Memory | None = None) -> tuple[bytes, list[np.ndarray]]:

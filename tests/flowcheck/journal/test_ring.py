@@ -76,6 +76,50 @@ def test_any_sizes(
             assert (head, [span.tobytes() for span in spans]) == wanted(number, entries[number])
 
 
+def calls() -> int:
+    """That this thread has made to read something."""
+    return int(dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())["syscr"])
+
+
+def test_reading_costs_what_is_read_and_not_what_there_is(tmp_path: Path) -> None:
+    places = 400
+    with RingWriter(tmp_path, places * place_bytes() + BLOCK, place_bytes()) as writer:
+        for number in range(places - 100):
+            assert isinstance(write(writer, number), Written)
+        reader = RingReader(tmp_path)
+        assert [one.number for one in reader.entries] == [*range(places - 100)]
+        before = calls()
+        for number in range(100):
+            assert reader.read(number)[0] == wanted(number)[0]
+        assert calls() - before < 100 * 10, "not all places for each entry"
+        before = calls()
+        entries = reader.entries
+        once = calls() - before
+        assert once < 2 * places, "heads that were read are not read again"
+        for number in range(places - 100, places + 10):  # ten of them in place of the oldest
+            assert isinstance(write(writer, number), Written)
+        assert [one.number for one in reader.entries] == [*range(10, places + 10)] and entries[0].number == 0
+        for number in (9, 10, places + 9):
+            if number < 10:
+                with pytest.raises(UserError):
+                    reader.read(number)
+            else:
+                assert reader.read(number)[0] == wanted(number)[0]
+
+
+def test_an_entry_is_found_where_it_is_by_now(tmp_path: Path) -> None:
+    with RingWriter(tmp_path, FOUR, place_bytes()) as writer:
+        write(writer, 1)
+        write(writer, 2)
+        reader = RingReader(tmp_path)
+        assert reader.read(1)[0] == wanted(1)[0]
+        for number in (3, 4, 5, 1):
+            write(writer, number)
+        assert reader.read(1)[0] == wanted(1)[0] and reader.read(5)[0] == wanted(5)[0]
+        with pytest.raises(UserError):
+            reader.read(2)
+
+
 def test_a_region_may_change_when_it_is_no_longer_read(directory: Path) -> None:
     region = np.zeros(16 << 20, np.uint8)
     most = entry_bytes(0, [region.size])
