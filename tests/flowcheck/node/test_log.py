@@ -117,6 +117,25 @@ def test_a_log_without_a_whole_base_offers_nothing(tmp_path: Path) -> None:
         assert not recover(address)
 
 
+def _read() -> int:
+    """Bytes that this thread has read."""
+    return int(dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())["rchar"])
+
+
+def test_a_look_costs_what_is_new(tmp_path: Path) -> None:
+    job = LoggedJob(tmp_path, MAKE["nadam"])
+    job.base()
+    job.train(40, sums=1)
+    job.settle()
+    shelf, taken = LogShelf(tmp_path), []
+    for _ in range(3):
+        before = _read()
+        (holding,) = shelf.look()
+        taken.append(_read() - before)
+        assert holding.offer.step == 40
+    assert taken[0] - taken[2] > 40 * 4096 and taken[1] == taken[2]
+
+
 def test_another_model_or_optimizer_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     job = LoggedJob(tmp_path, MAKE["nadam"])
     job.base()

@@ -16,7 +16,6 @@ import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from flowcheck.control.version import seal
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.job.model import dtype_size
+from flowcheck.job.model import Job, dtype_size
 from flowcheck.job.version_status import UNVERIFIED
 from flowcheck.journal.reader import RingReader
 from flowcheck.node.versions.held import Gone, Held, Holding, inode_of
@@ -48,8 +47,8 @@ NO_SUM = "0" * 16
 
 @dataclass(frozen=True)
 class _Log:
-    """entries: iterations that are there, without a hole, from the first that the base needs. heads: of these. steps:
-    that can be made."""
+    """entries: iterations that are there, without a hole, from the first that the base needs. heads, sizes: of these,
+    as they are kept, and bytes of each as it is served. steps: that can be made."""
 
     folder: Path
     about: About
@@ -57,6 +56,7 @@ class _Log:
     entries: range
     steps: range
     heads: tuple[bytes, ...]
+    sizes: tuple[int, ...]
 
     @property
     def path(self) -> Path:
@@ -66,10 +66,40 @@ class _Log:
     def nbytes(self) -> int:
         return self.base.nbytes + sum(self.sizes)
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each entry, as it is served."""
-        return tuple(map(_entry_bytes, self.heads))
+
+class _Known:
+    """What has been read of one folder, so that a look costs what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ring: RingReader | None = None
+        self._job: tuple[About, Job] | None = None
+        self._heads: dict[bytes, tuple[str, int]] = {}  # line, and bytes of the entry as it is served; of one plan
+        self._plan = ""
+
+    def job(self, about: About) -> Job:
+        """Raises UserError."""
+        if self._job is None or self._job[0] != about:
+            self._job = about, job_from_dict(dict(about.job), where="job")
+        return self._job[1]
+
+    def sound(self, about: About) -> dict[int, tuple[bytes, int]]:
+        """Heads and sizes by iteration, up to where ranks have contradicted each other. Raises FlowcheckError, OSError.
+        """
+        self._ring = self._ring or RingReader(self.folder / "ring")
+        before = self._heads if self._plan == about.plan else {}
+        entries = self._ring.entries
+        self._plan, self._heads = about.plan, {
+            one.head: before.get(one.head) or _said_by(one.head, about.plan) for one in entries}
+        ends: dict[str, int | None] = {}
+        found: dict[int, tuple[bytes, int]] = {}
+        for one in entries:
+            line, nbytes = self._heads[one.head]
+            if line and line not in ends:
+                ends[line] = Folder(self.folder).ends(line)
+            if line and ((last := ends[line]) is None or Clock().after(one.number) <= last):
+                found[one.number] = one.head, nbytes
+        return found
 
 
 class LogShelf(Shelf):
@@ -78,10 +108,13 @@ class LogShelf(Shelf):
     def __init__(self, root: Path, **more: Any) -> None:
         super().__init__(**more)
         self._root = root
+        self._known: dict[Path, _Known] = {}  # by folder
         self._logs: dict[Path, _Log] = {}  # by path, as of the last look
 
     def look(self) -> list[Holding]:
-        self._logs = {log.path: log for folder in folders_in(self._root) for log in _logs_in(folder.path)}
+        paths = [folder.path for folder in folders_in(self._root)]
+        self._known = {path: self._known.get(path) or _Known(path) for path in paths}
+        self._logs = {log.path: log for known in self._known.values() for log in _logs_in(known)}
         return [self._holding(log) for log in self._logs.values()]
 
     def _holding(self, log: _Log) -> Holding:
@@ -185,26 +218,26 @@ class LogHeld(Held):
 
 def logs_here(root: Path, run_id: str) -> list[Seen]:
     """The newest step of each log of a run: another start that makes it again is numbered otherwise."""
-    found = (log for folder in folders_in(root) for log in _logs_in(folder.path)[:1])
+    found = (log for folder in folders_in(root) for log in _logs_in(_Known(folder.path))[:1])
     return [Seen(log.about.epoch, log.steps[-1], line_of_start(log.about.start) or log.about.start)
             for log in found if log.about.run_id == run_id]
 
 
 def makes_steps(folder: Path) -> bool:
     """Can any be made of the log in this folder of a run?"""
-    return bool(_logs_in(folder))
+    return bool(_logs_in(_Known(folder)))
 
 
-def _logs_in(folder: Path) -> list[_Log]:
+def _logs_in(known: _Known) -> list[_Log]:
     """Of each base in a folder of a run, of which steps can be made: the newest steps first, then the newest base.
     Entries belong to a base from its first iteration on, whatever line they are of, up to the first that is not
     there."""
+    folder = known.folder
     about = read_about(folder)
     if about is None:
         return []
     try:
-        job = job_from_dict(dict(about.job), where="job")
-        found = _sound(folder, about)
+        job, found = known.job(about), known.sound(about)
     except (FlowcheckError, OSError):
         return []
     logs = []
@@ -215,22 +248,9 @@ def _logs_in(folder: Path) -> list[_Log]:
         entries = range(first, last)
         steps = makes(job, [piece.step for piece in base.pieces], entries)
         if steps:
-            logs.append(_Log(folder, about, base, entries, steps, tuple(found[number] for number in entries)))
+            heads, sizes = zip(*(found[number] for number in entries), strict=True) if entries else ((), ())
+            logs.append(_Log(folder, about, base, entries, steps, heads, sizes))
     return sorted(logs, key=lambda log: (log.steps[-1], log.base.number), reverse=True)
-
-
-def _sound(folder: Path, about: About) -> dict[int, bytes]:
-    """Heads by iteration, up to where ranks have contradicted each other. Raises FlowcheckError, OSError."""
-    lines: dict[str, int | None] = {}
-    found: dict[int, bytes] = {}
-    for one in RingReader(folder / "ring").entries:
-        if line := line_of(one.head, about.plan):
-            if line not in lines:
-                lines[line] = Folder(folder).ends(line)
-            ends = lines[line]
-            if ends is None or Clock().after(one.number) <= ends:
-                found[one.number] = one.head
-    return found
 
 
 def _some(path: Path, begin: int, count: int) -> memoryview:
@@ -255,9 +275,13 @@ def _front(head: bytes, sums: list[tuple[int, str]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _entry_bytes(head: bytes) -> int:
-    sizes = _sizes(head)
-    return len(_front(head, [(size, NO_SUM) for size in sizes])) + sum(sizes)
+def _said_by(head: bytes, plan: str) -> tuple[str, int]:
+    """Line of an entry and its bytes as it is served; "": it is of another job, or nothing that can be read."""
+    try:
+        sizes = _sizes(head)
+    except UserError:
+        return "", 0
+    return line_of(head, plan), len(_front(head, [(size, NO_SUM) for size in sizes])) + sum(sizes)
 
 
 def _sizes(head: bytes) -> list[int]:
