@@ -285,11 +285,13 @@ def fetch(
         try:
             if offer.tier == LOG:
                 log, *others = (LogSource(one.again(), its) for one, its in places[number - 1 :] if its.tier == LOG)
-                passed_on = tuple(passed)
-                when_free(log.node, log.head)
+                try:
+                    when_free(log.node, log.head)
+                finally:
+                    received += log.node.connection.received
                 users = {rank: when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
-                return Fetched(log.version(), {}, {}, log.where, log.node.connection.received,
-                               time.monotonic() - began, passed_on, users, (log, *others[:MOST_SAME]))
+                return Fetched(log.version(), {}, {}, log.where, received + node.connection.received - before,
+                               time.monotonic() - began, tuple(passed), users, (log, *others[:MOST_SAME]))
             # One that proved bad is held for some seconds after that, and its node may have no slot for another.
             version = when_free(node, partial(node.version, offer))
             given = Into(version, into)

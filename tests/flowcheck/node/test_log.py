@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 
 import flowcheck
 from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.sources import Fetched, fetch, look
 from flowcheck.control.protocol import Base
+from flowcheck.control.version import MODEL
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.versions.journal.log_bases import Bases, whole_bases
 from flowcheck.node.versions.journal.log_shelf import LogShelf
 from lab.optimizers import Adam8bit, Lion, OrthogonalMomentum
 
+from ..hand_api import HandApi, HandVersion
 from .log_scene import TOKEN, LoggedJob
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -134,6 +137,25 @@ def test_a_look_costs_what_is_new(tmp_path: Path) -> None:
         taken.append(_read() - before)
         assert holding.offer.step == 40
     assert taken[0] - taken[2] > 40 * 4096 and taken[1] == taken[2]
+
+
+def test_what_was_received_from_sources_before_is_counted(tmp_path: Path) -> None:
+    job = LoggedJob(tmp_path, MAKE["nadam"])
+    job.base()
+    job.train(8)
+    job.settle()
+    wrong = HandVersion(8, tier="disk", run_id=job.job.run_id, status="unverified", model={"w": [1.0] * 5000})
+    wrong.files[MODEL] = wrong.files[MODEL][:-4] + bytes(4)
+    key = reader_key(TOKEN.encode())
+
+    def taken(*addresses: tuple[str, int]) -> Fetched:
+        found = look([NodeClient(one, key) for one in addresses], job.job.run_id, "")
+        return fetch(found, (0, 8), {})
+
+    with job.serving() as address, HandApi(wrong) as other:
+        alone, after = taken(_split(address)), taken(other.address, _split(address))
+        assert after.log is not None and len(after.passed) == 1
+        assert after.nbytes - alone.nbytes >= len(wrong.files[MODEL])
 
 
 def test_another_model_or_optimizer_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
