@@ -1,6 +1,6 @@
-"""Parts of a base and entries of a log as bytes: a safetensors file each, whose metadata has the structure. No pickle.
+"""Parts of a base as bytes: a safetensors file each, whose metadata has the structure. No pickle.
 
-    packed(part) -> bytearray             of a BaseHead, BasePiece or Entry with copies in this machine's memory
+    packed(part) -> bytearray             of a BaseHead or BasePiece with copies in this machine's memory
     unpacked(data, where) -> part         from anybody: UserError for anything but such a file, whole
     record_tree(record)                   a StepRecord as JSON, its few tensors in it: for the step record of a trainer
     record_of(tree, where)                and back
@@ -27,18 +27,17 @@ from typing import Any
 import torch
 
 from flowcheck.control.checksum import begin_checksums
-from flowcheck.control.message_fields import SUM
 from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, MOST_ELEMENTS, header, is_shape, memory, specs_of, unpack
 from flowcheck.control.values import tree_of, value_of
 from flowcheck.errors import UserError
 from flowcheck.trainer.log.base import BaseHead, BasePiece, Made
 from flowcheck.trainer.log.copies import Place, TensorCopy, once, refuse, spans_of, strided
-from flowcheck.trainer.log.record import Entry, Opaque, StepRecord, Wire
+from flowcheck.trainer.log.record import Opaque, StepRecord
 
 __all__ = ["packed", "record_of", "record_tree", "unpacked"]
 
-Part = BaseHead | BasePiece | Entry
-FORMS: dict[type, str] = {BaseHead: "base-head/1", BasePiece: "base-piece/1", Entry: "log-entry/1"}
+Part = BaseHead | BasePiece
+FORMS: dict[type, str] = {BaseHead: "base-head/1", BasePiece: "base-piece/1"}
 _OPENS = b'{"__metadata__":{"sum":"'
 _SUM = slice(8 + len(_OPENS), 8 + len(_OPENS) + 32)
 _NONE = "0" * 32
@@ -215,24 +214,17 @@ def _sparse_of(tensors: Mapping[str, torch.Tensor], held: list[Any], where: str)
 
 
 def _called(part: Part) -> str:
-    if isinstance(part, BasePiece):
-        return f"base of {part.name}"
-    return f"iteration {part.iteration}" if isinstance(part, Entry) else "base"
+    return f"base of {part.name}" if isinstance(part, BasePiece) else "base"
 
 
 def _fields(part: Part) -> dict[str, Any]:
-    if isinstance(part, Entry):
-        return {"iteration": part.iteration, "calls": [_record_fields(one) for one in part.calls],
-                "gradients": dict(part.gradients), "skipped": part.skipped, "checksums": dict(part.checksums),
-                "wire": asdict(part.wire) if part.wire else None}
     if isinstance(part, BasePiece):
         return {"name": part.name, "step": part.step, "value": part.value, "state": part.state}
     return {"made": asdict(part.made), "names": part.names, "groups": part.groups, "others": part.others}
 
 
 def _record_fields(record: StepRecord) -> dict[str, Any]:
-    return {"options": record.options, "members": record.members, "grad_scale": record.grad_scale,
-            "found_inf": record.found_inf}
+    return {"options": record.options, "grad_scale": record.grad_scale, "found_inf": record.found_inf}
 
 
 class _Fields:
@@ -247,11 +239,6 @@ class _Fields:
         if name not in self._held or not sound(self._held[name]):
             raise _bad(f"has no proper {name}", self.where)
         return self._held[name]
-
-    def within(self, name: str) -> _Fields | None:
-        """None: the value is null."""
-        held = self.get(name, lambda one: one is None or type(one) is dict)
-        return None if held is None else _Fields(held, self.where)
 
 
 def _names(value: Any) -> bool:
@@ -274,10 +261,6 @@ def _copy_or_none(value: Any) -> bool:
     return value is None or _copy(value)
 
 
-def _number_or_none(value: Any) -> bool:
-    return value is None or type(value) in (int, float)
-
-
 def _text(value: Any) -> bool:
     return type(value) is str
 
@@ -295,26 +278,9 @@ def _piece(of: _Fields) -> BasePiece:
     return BasePiece(of.get("name", _text), of.get("step", _count), of.get("value", _copy), state)
 
 
-def _entry(of: _Fields) -> Entry:
-    wire = of.within("wire")
-    calls = of.get("calls", lambda one: type(one) is list)
-    gradients = of.get("gradients", lambda one: _named(one) and all(map(_copy_or_none, one.values())))
-    sums = of.get("checksums", lambda one: _named(one) and all(
-        type(text) is str and SUM.fullmatch(text) for text in one.values()))
-    return Entry(
-        of.get("iteration", _count), [_record(_Fields(one, of.where)) for one in calls], gradients,
-        of.get("skipped", lambda one: type(one) is bool), sums,
-        None if wire is None else Wire(wire.get("divisor", lambda one: _count(one) and one > 0),
-                                       wire.get("scale", _number_or_none), wire.get("clip", _number_or_none)),
-    )
-
-
 def _record(of: _Fields) -> StepRecord:
     options = of.get("options", lambda one: type(one) is list and all(map(_named, one)))
-    members = of.get("members", lambda one: one is None or (type(one) is list and all(map(_names, one))))
-    if members is not None and len(members) != len(options):
-        raise _bad("has no proper members", of.where)
-    return StepRecord(options, members, of.get("grad_scale", _copy_or_none), of.get("found_inf", _copy_or_none))
+    return StepRecord(options, of.get("grad_scale", _copy_or_none), of.get("found_inf", _copy_or_none))
 
 
-_MADE: dict[type, Callable[[_Fields], Part]] = {BaseHead: _head, BasePiece: _piece, Entry: _entry}
+_MADE: dict[type, Callable[[_Fields], Part]] = {BaseHead: _head, BasePiece: _piece}

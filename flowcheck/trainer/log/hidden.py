@@ -47,10 +47,10 @@ _OWN = {
 
 
 class Hidden:
-    """ignored: attributes that decide nothing of an update, as the script says. found: see above."""
+    """found: see above."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ignored: Collection[str] = ()) -> None:
-        self._optimizer, self._ignored = optimizer, {*_OWN, *ignored}
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
         self._looks = 0
         self._times: Counter[str] = Counter()
         self._before: dict[str, Any] = {}
@@ -92,7 +92,7 @@ class Hidden:
     def _look(self) -> dict[str, Any]:
         here = _Walk(self._optimizer)
         out = {f"attribute {name}": here.mark(value) for name, value in vars(self._optimizer).items()
-               if name not in self._ignored and not (name.startswith("_optimizer_") and name.endswith("_hooks"))}
+               if name not in _OWN and not (name.startswith("_optimizer_") and name.endswith("_hooks"))}
         out |= {f"generator {name}": state for name, state in _generators(here.devices)}
         out |= {f"shared {number}": version for number, version in here.shared()}
         return out

@@ -73,10 +73,10 @@ def set_options(groups: Sequence[_Group], options: Sequence[Mapping[str, Any]]) 
     for group, recorded in zip(groups, options, strict=True):
         for key in [key for key in group if key not in MEMBERS and key not in recorded]:
             del group[key]
-        group.update(made_options(recorded, group))
+        group.update(_made_options(recorded, group))
 
 
-def made_options(recorded: Mapping[str, Any], group: Mapping[str, Any]) -> _Group:
+def _made_options(recorded: Mapping[str, Any], group: Mapping[str, Any]) -> _Group:
     """Of one group, without what is opaque; tensors are new ones, on the device of the group's parameters."""
     like = _first(group)
     like = like if like is not None else torch.empty(0)
@@ -92,20 +92,18 @@ class StepRecord:
     """What the optimizer stepped with.
 
     options: per group, as of `options_of`, as they were before the step.
-    members: per group the names of its parameters in this call of `step`; None: all that it has.
     grad_scale, found_inf: what a GradScaler hangs on an optimizer that unscales in its kernel; None: nothing.
     """
 
     options: list[_Group]
-    members: list[list[str]] | None = None
     grad_scale: TensorCopy | None = None
     found_inf: TensorCopy | None = None
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, members: list[list[str]] | None = None) -> StepRecord:
+    def of(cls, optimizer: torch.optim.Optimizer) -> StepRecord:
         """Raises UserError as `options_of`. The copies are made in the order of the stream: before the update."""
         scaler = {name: _hung(getattr(optimizer, name, None), name) for name in ("grad_scale", "found_inf")}
-        return cls(options_of(optimizer), members, **scaler)
+        return cls(options_of(optimizer), **scaler)
 
 
 def _hung(value: Any, name: str) -> TensorCopy | None:
@@ -131,7 +129,7 @@ class Entry:
     """One iteration of the log.
 
     iteration: counted by the trainer; the first is 0.
-    calls: of `optimizer.step()`, in order; some frameworks make one for each group, and show it no other.
+    calls: of `optimizer.step()`, in order.
     gradients: by parameter, as the optimizer has read it; None: it had none. Every parameter is there, unless the
         step was skipped.
     skipped: a loss scaler left the step out.

@@ -29,7 +29,7 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BasePiece, Made, groups_of
 from flowcheck.trainer.log.copies import live
-from flowcheck.trainer.log.record import Entry, Opaque, StepRecord, made_options, set_options
+from flowcheck.trainer.log.record import Entry, StepRecord, set_options
 from flowcheck.trainer.log.refusals import coupled, refused
 from flowcheck.trainer.log.summed import summed
 
@@ -66,16 +66,14 @@ class Redone:
 
 def redo(
     parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, base: Base, entries: Iterable[Entry],
-    say: Callable[[str], None], *, to: int | None = None, options: list[dict[str, Any]] | None = None,
-    before: Before | None = None,
+    say: Callable[[str], None], *, to: int | None = None, before: Before | None = None,
 ) -> Redone:
     """parameters: by the names of the base, as the optimizer has them.
     entries: of iterations base.first and later, in order; read one at a time. Where that raises a FlowcheckError, the
         redo ends as where a checksum differs.
     say: a line of the log.
-    to: the step to make; None: as far as the entries go.
-    options: of the groups at the boundary of that step (schedules change them after a step), as of `options_of`; None:
-        as the last step left them.
+    to: the step to make; None: as far as the entries go. Options are then as its last step has left them: schedules
+        change them after that.
     before: model and optimizer as they are to be left where it fails; None: as they are now.
 
     Raises UserError, and leaves model and optimizer as they were: the base is not whole or of another optimizer or
@@ -102,7 +100,7 @@ def redo(
                     spoken = time.monotonic()
                     say(f"redone to step {run.step}" + (f" of {to}" if to is not None else ""))
             if not run.differs:
-                run.end(last, options)
+                run.end(last)
     except BaseException:
         before.restore()
         raise
@@ -221,19 +219,18 @@ class _Run:
         if calls:
             self._give(entry)
         for call in calls:
-            with self._groups(call), self._scaler(call):
+            set_options(self._optimizer.param_groups, call.options)
+            with self._scaler(call):
                 self._optimizer.step()
             self.calls += 1
         self.step += 1
         self._compare(entry)
         self._start()
 
-    def end(self, last: int, options: list[dict[str, Any]] | None) -> None:
+    def end(self, last: int) -> None:
         if self.step < last:
             raise UserError(f"ends before iteration {self.step}, and step {last} is to be made", where="log",
                             remedy="an older step, or an older base")
-        if options is not None:
-            set_options(self._optimizer.param_groups, options)
 
     def _start(self) -> None:
         for piece in self._begin.pop(self.step, ()):
@@ -260,35 +257,6 @@ class _Run:
             if gradient is not None and gradient.dtype != parameter.dtype:
                 parameter.grad_dtype = gradient.dtype
             parameter.grad = gradient
-
-    @contextlib.contextmanager
-    def _groups(self, record: StepRecord) -> Iterator[None]:
-        """As the optimizer had them in that call. Some frameworks call it once for each of its groups, and show it no
-        other."""
-        real = self._optimizer.param_groups
-        if record.members is None:
-            set_options(real, record.options)
-            yield
-            return
-        lost = [name for names in record.members for name in names if name not in self._parameters]
-        if lost:
-            raise UserError(f"{lost[0]!r} of the record is not here", where="log", remedy="the model that was trained")
-        called: list[dict[str, Any]] = []
-        owners: list[dict[str, Any]] = []  # of each that is called the group here; one of no parameters has none
-        for names, options in zip(record.members, record.options, strict=True):
-            members = [self._parameters[name] for name in names]
-            ids = {id(one) for one in members}
-            owners.append(next((one for one in real if ids and ids <= {id(mine) for mine in one["params"]}), {}))
-            opaque = {key: owners[-1][key] for key, value in options.items()
-                      if isinstance(value, Opaque) and key in owners[-1]}
-            called.append({"params": members, **opaque, **made_options(options, {"params": members})})
-        self._optimizer.param_groups = called
-        try:
-            yield
-        finally:
-            self._optimizer.param_groups = real
-        for group, owner in zip(called, owners, strict=True):
-            owner |= {key: value for key, value in group.items() if key != "params"}
 
     @contextlib.contextmanager
     def _scaler(self, record: StepRecord) -> Iterator[None]:

@@ -72,14 +72,14 @@ def plain(value: Any) -> Any:
 
 
 class Recorded:
-    """Trains `job` for STEPS iterations. entries: as bytes, of all iterations from `begins` on, as are `states` and
-    `options` by step."""
+    """Trains `job` for STEPS iterations. entries: of all iterations from `begins` on, as are `states` and `options` by
+    step."""
 
     def __init__(self, job: Job, seed: int, *, budget: int, base_at: int, at_once: bool = False) -> None:
         """The base begins `base_at` iterations before the end, and has `budget` bytes an iteration."""
         self.job, self._random = job, random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
-        self.entries: dict[int, bytes] = {}
+        self.entries: dict[int, Entry] = {}
         self.base: list[bytes] = []
         self.states: dict[int, dict[str, Any]] = {}
         self.options: dict[int, str] = {}
@@ -107,7 +107,7 @@ class Recorded:
     def _before(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
         if self._iteration < self.begins:
             return
-        self._calls = [StepRecord.of(optimizer)]
+        self._calls = [carried(optimizer)]
         self._gradients = {name: copy_of(value.grad, value, name) for name, value in self.job.parameters.items()}
 
     def _iterate(self, iteration: int) -> None:
@@ -131,12 +131,17 @@ class Recorded:
             self.job.optimizer.step()
         if iteration >= self.begins:
             sums = self.sums() if iteration % 10 == 9 else {}
-            self.entries[iteration] = packed(Entry(iteration, self._calls, self._gradients, skipped, sums))
+            self.entries[iteration] = Entry(iteration, self._calls, self._gradients, skipped, sums)
 
     def sums(self) -> dict[str, str]:
         """As records of a trainer have them."""
         out = checksums(summed(self.job.parameters, self.job.optimizer))
         return {name: f"{value:016x}" for name, value in out.items()}
+
+
+def carried(optimizer: torch.optim.Optimizer) -> StepRecord:
+    """As it is before the step, through the text of a record."""
+    return record_of(json.loads(json.dumps(record_tree(StepRecord.of(optimizer)))), "record")
 
 
 def options_at(said: Recorded, step: int) -> list[dict[str, Any]]:
@@ -156,9 +161,7 @@ def base_of(parts: list[bytes]) -> Base:
 
 def entries_of(said: Recorded, first: int) -> Iterator[Entry]:
     for iteration in range(first, STEPS):
-        entry = unpacked(said.entries[iteration], "log")
-        assert isinstance(entry, Entry)
-        yield entry
+        yield said.entries[iteration]
 
 
 def spread(job: Job, seed: int) -> int:

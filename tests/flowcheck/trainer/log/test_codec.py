@@ -1,4 +1,4 @@
-"""Parts of a base and entries as bytes: whatever a state holds comes back as it was, and what is not such bytes is
+"""Parts of a base as bytes, records as text: whatever a state holds comes back as it was, and what is not such bytes is
 refused."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flowcheck.errors import UserError
 from flowcheck.trainer.log.base import BaseHead, BasePiece, Made
 from flowcheck.trainer.log.codec import packed, record_of, record_tree, unpacked
 from flowcheck.trainer.log.copies import Place, TensorCopy, copy_of
-from flowcheck.trainer.log.record import Entry, Opaque, StepRecord, Wire
+from flowcheck.trainer.log.record import Opaque, StepRecord
 
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16, torch.int32,
@@ -97,31 +97,22 @@ def test_a_piece_comes_back_as_it_was(state: dict[str, Any], value: TensorCopy) 
 @settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=3), max_size=3))
 def test_options_come_back_from_the_text_of_a_record(options: list[dict[str, Any]]) -> None:
-    text = json.dumps(record_tree(StepRecord(options, None, None, None)))
+    text = json.dumps(record_tree(StepRecord(options, None, None)))
     assert exact(record_of(json.loads(text), "record").options) == exact(options)
-
-
-def entry() -> Entry:
-    options = [{"lr": TensorCopy(torch.tensor(0.1), Place.HOST), "schedule": Opaque("function")}]
-    record = StepRecord(options, [["a", "b"]], TensorCopy(torch.tensor(2.0), Place.DEVICE), None)
-    return Entry(3, [record], {"a": TensorCopy(torch.ones(2, 3), Place.DEVICE), "b": None}, False, {"a": "0" * 16},
-                 Wire(2, 1024.0, 0.5))
 
 
 HEAD = BaseHead(Made("Adam", "torch.optim.adam", "2.13.0", "cpu", 2, "highest"), ["a", "b"], [["b"], ["a"]],
                 {"all": {"count": 3}})
 PIECE = BasePiece("a", 0, TensorCopy(torch.zeros(2), Place.HOST), None)
-PARTS: dict[str, BaseHead | BasePiece | Entry] = {"entry": entry(), "head": HEAD, "piece": PIECE}
+PARTS: dict[str, BaseHead | BasePiece] = {"head": HEAD, "piece": PIECE}
 
 
-def test_an_entry_and_a_head_come_back_as_they_were() -> None:
-    again = unpacked(packed(entry()), "entry")
-    assert isinstance(again, Entry) and len(again.calls) == 1
-    assert (again.iteration, again.skipped, again.checksums) == (3, False, {"a": "0" * 16})
-    assert again.wire == Wire(2, 1024.0, 0.5)
-    assert exact(dict(again.gradients)) == exact(dict(entry().gradients))
-    assert exact(again.calls[0].options[0]["lr"]) == exact(TensorCopy(torch.tensor(0.1), Place.HOST))
-    assert again.calls[0].options[0]["schedule"] == Opaque("function") and again.calls[0].members == [["a", "b"]]
+def test_a_record_and_a_head_come_back_as_they_were() -> None:
+    options = [{"lr": TensorCopy(torch.tensor(0.1), Place.HOST), "schedule": Opaque("function")}]
+    scale = TensorCopy(torch.tensor(2.0), Place.DEVICE)
+    again = record_of(json.loads(json.dumps(record_tree(StepRecord(options, scale, None)))), "record")
+    assert exact(again.options[0]["lr"]) == exact(options[0]["lr"]) and exact(again.grad_scale) == exact(scale)
+    assert again.options[0]["schedule"] == Opaque("function") and again.found_inf is None
     assert unpacked(packed(HEAD), "head") == HEAD
 
 
@@ -169,8 +160,7 @@ def test_trees_from_a_stranger_are_refused_and_take_no_memory(what: str) -> None
         for _ in range(200):
             tree = [tree]
     if isinstance(tree, dict) and tree.keys() & {"tensor", "sparse"}:
-        tree = {"dict": [["options", [{"dict": [["lr", tree]]}]], ["members", None], ["grad_scale", None],
-                         ["found_inf", None]]}
+        tree = {"dict": [["options", [{"dict": [["lr", tree]]}]], ["grad_scale", None], ["found_inf", None]]}
     with pytest.raises(UserError) as caught:
         record_of(tree, "record")
     assert caught.value.where == "record" and caught.value.remedy
