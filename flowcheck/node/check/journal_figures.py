@@ -11,15 +11,13 @@ from __future__ import annotations
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.job.model import LOG
 from flowcheck.node.config.journal import JournalSettings
 from flowcheck.node.groups.checks import STAGED
-from flowcheck.node.versions.journal.entries import Heads
-from flowcheck.node.versions.journal.room import LEAST, room_of, wants
+from flowcheck.node.versions.journal.room import room_of, sizes_of, too_little, wants
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.version.recipe import replica_bytes
 from updater.ring import file_system
 
 __all__ = ["EXAMPLE_BYTES", "JournalFigures", "journal_figures", "problem_of"]
@@ -59,12 +57,13 @@ def journal_figures(
     """seconds: of a step. Raises EnvironmentProblem: the directory cannot be asked; UserError: a job that has none."""
     if job is None:
         entry, state = EXAMPLE_BYTES, STATE * EXAMPLE_BYTES
-    elif job.job.optimizer is None:
-        raise UserError("the manifest names no optimizer: there are no steps to go back to", where="job")
+    elif job.job.optimizer is None and job.job.kind != LOG:
+        raise UserError("the manifest names no optimizer: there are no steps to go back to", where="job",
+                        remedy='kind: "log" of a job whose optimizer has no kernel')
     else:
-        entry, state = Heads(job, "0" * 64).most, replica_bytes(job.job, 2) // 2
+        entry, state = sizes_of(job)
     room = room_of(settings, entry, state)
-    place = _there(settings.directory)
+    place = settings.directory
     try:
         free, descriptor = shutil.disk_usage(place).free, os.open(place, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -83,22 +82,12 @@ def journal_figures(
 
 def problem_of(settings: JournalSettings, made: JournalFigures) -> FlowcheckError | None:
     """What cannot hold."""
-    if not made.example and (made.entries < LEAST or made.back < settings.keep):
+    if not made.example and (why := too_little(settings, made.entry, made.state)):
         least = wants(settings, made.entry, made.state)
-        return UserError(
-            f"{settings.megabytes} MiB hold {made.entries} iterations of {made.entry >> 20} MiB: {made.back} steps",
-            where="journal.megabytes",
-            remedy=f"{least} or more{', or less as journal.keep' if settings.keep else ''}",
-        )
+        return UserError(why, where="journal.megabytes",
+                         remedy=f"{least} or more{', or less as journal.keep' if settings.keep else ''}")
     if made.free < made.room:
         return EnvironmentProblem(
             f"{made.free >> 20:,} MiB are free in {made.directory}, and journals may take {made.room >> 20:,}",
             where="journal.megabytes", remedy="another journal.directory, or less as journal.megabytes")
     return None
-
-
-def _there(path: Path) -> Path:
-    """The nearest directory above that is there."""
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path

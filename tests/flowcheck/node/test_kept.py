@@ -140,7 +140,7 @@ def test_a_journal_that_is_too_small_for_what_it_is_to_keep_is_said(
 ) -> None:
     with kept(monkeypatch, tmp_path, megabytes=1, keep=1000) as at:
         (said,) = at.events("problem")
-        assert said["why"].startswith("journal.megabytes: 1 hold ")
+        assert said["why"].startswith("journal.megabytes: 1 MiB hold ")
 
 
 def test_another_process_finds_what_a_killed_one_has_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -24,20 +24,17 @@ from typing import Any
 from flowcheck.control.start import line_of
 from flowcheck.errors import said_of
 from flowcheck.job.clock import Clock
-from flowcheck.job.model import LOG, Job, dtype_size
+from flowcheck.job.model import LOG
 from flowcheck.node.config.node import NodeConfig
-from flowcheck.node.versions.journal.entries import Heads
 from flowcheck.node.versions.journal.folders import Folder, folder_of
 from flowcheck.node.versions.journal.job_text import JobText
 from flowcheck.node.versions.journal.keeper import Keeper
-from flowcheck.node.versions.journal.room import BASES, LEAST, room_of, wants
+from flowcheck.node.versions.journal.room import BASES, LEAST, room_of, sizes_of, too_little, wants
 from flowcheck.rebuild.plan import JobPlan, digest_of
-from flowcheck.rebuild.version.recipe import replica_bytes
 
 __all__ = ["GroupJournal"]
 
 CLOSE_SECONDS = 6.0
-OF_LOG = 4  # times what parameters take: a base of a log, whatever the optimizer keeps
 
 
 class GroupJournal:
@@ -62,12 +59,11 @@ class GroupJournal:
         here = job.run_id, job.epoch, run[2]
         # What is redone of a log has no lines (folders.py): another start's entries are another job's.
         digest = digest_of({**body, "start": start} if job.kind == LOG else body, plan, run, clock)
-        entry, state = Heads(plan, digest).most, _state_bytes(job)
+        entry, state = sizes_of(plan)
         room = room_of(self._settings, entry, state)
-        if room.entries < LEAST or (self._settings.keep and room.back < self._settings.keep):
-            self._say("problem", about="journal", why=f"journal.megabytes: {self._settings.megabytes} hold"
-                      f" {room.entries} iterations of {entry >> 20} MiB beside {BASES + 2} states of {state >> 20} MiB;"
-                      f" set it to {wants(self._settings, entry, state)} or more")
+        if why := too_little(self._settings, entry, state):
+            self._say("problem", about="journal", why=f"journal.megabytes: {why}; set it to"
+                      f" {wants(self._settings, entry, state)} or more")
             if room.entries < LEAST:
                 return None
         folder = folder_of(self._root, self._group, job.run_id, job.epoch)
@@ -148,10 +144,3 @@ class GroupJournal:
         self.end()
         for thread in self._ending:
             thread.join(CLOSE_SECONDS)
-
-
-def _state_bytes(job: Job) -> int:
-    """Of a base."""
-    if job.optimizer is not None:
-        return replica_bytes(job, 2) // 2
-    return OF_LOG * sum(entry.elements * dtype_size(entry.dtype) for entry in job.model)
