@@ -204,7 +204,7 @@ class Sender:
         return put
 
     def begin_base(self) -> Link | None:
-        """Another base: of the one before nothing more is sent. Returns on which connection; None: there is none."""
+        """Another base: of the one before nothing more is sent. Returns on which connection; None: it has ended."""
         self.base.clear()
         link = self._link
         if link is not None:

@@ -63,7 +63,7 @@ class Folder:
 
     @property
     def before(self) -> Folder:
-        """Where it is kept while what is written anew makes no steps yet."""
+        """Where it is kept as long as no steps can be made of what is written since."""
         return Folder(self.path.with_name(f"{self.path.name}.before"))
 
     def set_aside(self) -> None:

@@ -66,6 +66,6 @@ def read_about(folder: Path) -> About | None:
 
 
 def line_in(folder: Path) -> str:
-    """Of which start the log there is; "": there is no log, or it does not say."""
+    """The start of the log that lies there; "": there is not one, or it does not say."""
     about = read_about(folder)
     return line_of(about.start) if about is not None else ""
