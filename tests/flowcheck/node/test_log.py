@@ -154,7 +154,7 @@ def test_what_was_received_from_sources_before_is_counted(tmp_path: Path) -> Non
 
     with job.serving() as address, HandApi(wrong) as other:
         alone, after = taken(_split(address)), taken(other.address, _split(address))
-        assert after.log is not None and len(after.passed) == 1
+        assert after.logs and len(after.passed) == 1
         assert after.nbytes - alone.nbytes >= len(wrong.files[MODEL])
 
 
