@@ -8,7 +8,7 @@
 
 What it returns is what was offered, or it raises: an entry that is being overwritten is gone, and one of which a bit
 differs is damaged. It remembers where entries are, and their heads: `read` looks for one that is not there any more,
-`entries` reads what was written since, and `damaged` reads all again.
+`entries` reads what was written since, and what `read` has failed at; `damaged` reads all again.
 """
 
 from __future__ import annotations
@@ -57,15 +57,6 @@ class Place:
     @property
     def name(self) -> str:
         return f"{self.path} at byte {self.at}"
-
-    def stands(self) -> bool:
-        """Has its file the same entry there still?"""
-        try:
-            with opened_to_read(self.path) as descriptor:
-                geometry, block = geometry_of(descriptor), os.pread(descriptor, BLOCK, self.at)
-                return len(block) == BLOCK and Descriptor.read(block, geometry.place_bytes) == self.one
-        except (OSError, NotOurs, Torn):
-            return False
 
     def having(self, read: Callable[[int, Place], _Read]) -> _Read:
         """What `read` makes of an open file and this. Raises _Gone: the entry is another one by now; Damaged, NotOurs,
@@ -119,6 +110,7 @@ class RingReader:
         if (known := self._places.get(number)) is not None:
             with contextlib.suppress(_Gone, Damaged, NotOurs, OSError):  # what is wrong is said below
                 return known.having(partial(_unchanged, memory=memory))
+            self._heads.pop(known, None)
         said: list[str] = []
         for place in self._whole(said, {}):
             if place.one.number == number:
@@ -169,7 +161,6 @@ class RingReader:
                 continue  # replaced just now
             except (OSError, NotOurs, Torn) as error:
                 said.append(f"{path}: {error}")
-        self._places = found
         self._places = found
         return [found[number] for number in sorted(found)]
 

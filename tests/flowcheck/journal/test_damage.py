@@ -83,6 +83,18 @@ def test_a_bit_of_an_entry(ring: Path, region: str, data: st.DataObject, which: 
     assert whole(RingReader(ring), NUMBERS[which])
 
 
+@pytest.mark.parametrize("region", ["first block", "head", "table"])
+def test_what_is_damaged_after_it_was_listed_is_listed_no_more_once_it_was_read(ring: Path, region: str) -> None:
+    reader = RingReader(ring)
+    assert [entry.number for entry in reader.entries] == [*NUMBERS]
+    with Flipped(ring, BLOCK + REGIONS[region][0] + 16, 2):
+        with pytest.raises((EnvironmentProblem, UserError)):
+            reader.read(NUMBERS[0])
+        assert [entry.number for entry in reader.entries] == [NUMBERS[1]]
+        assert whole(reader, NUMBERS[1])
+    assert [entry.number for entry in reader.entries] == [*NUMBERS] and whole(reader, NUMBERS[0])
+
+
 @settings(max_examples=30)
 @given(at=st.integers(0, BLOCK - 1), bit=st.integers(0, 7))
 def test_a_bit_of_a_files_first_block(ring: Path, at: int, bit: int) -> None:

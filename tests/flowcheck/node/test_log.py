@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import flowcheck
 from flowcheck.ask.client import NodeClient, reader_key
+from flowcheck.ask.logs import FILE
 from flowcheck.ask.sources import Fetched, fetch, look
 from flowcheck.control.protocol import Base
 from flowcheck.control.version import MODEL
@@ -137,6 +138,23 @@ def test_a_look_costs_what_is_new(tmp_path: Path) -> None:
         taken.append(_read() - before)
         assert holding.offer.step == 40
     assert taken[0] - taken[2] > 40 * 4096 and taken[1] == taken[2]
+
+
+def test_an_entry_that_is_damaged_later_ends_what_is_offered_once_it_was_read(tmp_path: Path) -> None:
+    job = LoggedJob(tmp_path, MAKE["nadam"])
+    job.base()
+    job.train(20)
+    job.settle()
+    shelf = LogShelf(tmp_path)
+    (holding,) = shelf.look()
+    assert holding.offer.step == 20
+    (path,) = job.folder.ring.iterdir()
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"iteration": 12,') + 3] ^= 1
+    path.write_bytes(data)
+    held = shelf.hold(holding.offer.id)
+    assert len(held.read(FILE, 0, held.size(FILE))) < held.size(FILE)
+    assert [one.offer.step for one in shelf.look()] == [12]
 
 
 def test_what_was_received_from_sources_before_is_counted(tmp_path: Path) -> None:

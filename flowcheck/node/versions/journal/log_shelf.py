@@ -48,7 +48,8 @@ NO_SUM = "0" * 16
 @dataclass(frozen=True)
 class _Log:
     """entries: iterations that are there, without a hole, from the first that the base needs. heads, sizes: of these,
-    as they are kept, and bytes of each as it is served. steps: that can be made."""
+    as they are kept, and bytes of each as it is served. steps: that can be made. ring: that the entries are read from;
+    one that it fails at is not there at the next look."""
 
     folder: Path
     about: About
@@ -57,6 +58,7 @@ class _Log:
     steps: range
     heads: tuple[bytes, ...]
     sizes: tuple[int, ...]
+    ring: RingReader
 
     @property
     def path(self) -> Path:
@@ -72,7 +74,7 @@ class _Known:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ring: RingReader | None = None
+        self._opened: RingReader | None = None
         self._job: tuple[About, Job] | None = None
         self._heads: dict[bytes, tuple[str, int]] = {}  # line, and bytes of the entry as it is served; of one plan
         self._plan = ""
@@ -83,12 +85,16 @@ class _Known:
             self._job = about, job_from_dict(dict(about.job), where="job")
         return self._job[1]
 
+    def ring(self) -> RingReader:
+        """Raises FlowcheckError."""
+        self._opened = self._opened or RingReader(self.folder / "ring")
+        return self._opened
+
     def sound(self, about: About) -> dict[int, tuple[bytes, int]]:
         """Heads and sizes by iteration, up to where ranks have contradicted each other. Raises FlowcheckError, OSError.
         """
-        self._ring = self._ring or RingReader(self.folder / "ring")
         before = self._heads if self._plan == about.plan else {}
-        entries = self._ring.entries
+        entries = self.ring().entries
         self._plan, self._heads = about.plan, {
             one.head: before.get(one.head) or _said_by(one.head, about.plan) for one in entries}
         ends: dict[str, int | None] = {}
@@ -133,7 +139,6 @@ class LogHeld(Held):
     def __init__(self, holding: Holding, log: _Log, now: float) -> None:
         super().__init__(holding, now)
         self._log = log
-        self._ring = RingReader(log.folder / "ring")
         self._head = self._head_of(log)
         sizes = [len(self._head), *(piece.nbytes for piece in log.base.pieces), *log.sizes]
         self._begins = [0, *accumulate(sizes)]
@@ -197,7 +202,7 @@ class LogHeld(Held):
         if self._entry is None or self._entry[0] != index:
             self._entry = None
             try:
-                head, found = self._ring.read(self._log.entries[index])
+                head, found = self._log.ring.read(self._log.entries[index])
             except FlowcheckError as error:
                 raise Gone(error.what, where=error.where) from None
             if head != self._log.heads[index]:
@@ -237,7 +242,7 @@ def _logs_in(known: _Known) -> list[_Log]:
     if about is None:
         return []
     try:
-        job, found = known.job(about), known.sound(about)
+        job, found, ring = known.job(about), known.sound(about), known.ring()
     except (FlowcheckError, OSError):
         return []
     logs = []
@@ -249,7 +254,7 @@ def _logs_in(known: _Known) -> list[_Log]:
         steps = makes(job, [piece.step for piece in base.pieces], entries)
         if steps:
             heads, sizes = zip(*(found[number] for number in entries), strict=True) if entries else ((), ())
-            logs.append(_Log(folder, about, base, entries, steps, heads, sizes))
+            logs.append(_Log(folder, about, base, entries, steps, heads, sizes, ring))
     return sorted(logs, key=lambda log: (log.steps[-1], log.base.number), reverse=True)
 
 
