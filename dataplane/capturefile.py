@@ -16,10 +16,11 @@ import os
 from dataclasses import dataclass, field
 from typing import Final, NoReturn
 
-__all__ = ["ETHERNET", "LONGEST", "MAX_FRAME", "CaptureFile", "CaptureFileError", "Damage", "Part", "PcapInfo",
-           "Selection", "Totals", "link_name"]
+__all__ = ["ETHERNET", "LONGEST", "MAX_FRAME", "TOO_LONG", "CaptureFile", "CaptureFileError", "Damage", "Part",
+           "PcapInfo", "Selection", "Totals", "link_name"]
 
 MAX_FRAME: Final = 65535  # net_pcap keeps a frame's length in 16 bits
+TOO_LONG: Final = f"frame over {MAX_FRAME} bytes"  # a key of what is skipped
 LONGEST: Final = 1 << 20  # a header that says more is damaged: TCP super-frames have at most half of it
 ANY_SNAPLEN: Final = 262144  # libpcap's own limit, for a header that says too little
 PIECE: Final = 1 << 20

@@ -24,6 +24,7 @@ from dataplane.capturefile import (
     ETHERNET,
     LONGEST,
     MAX_FRAME,
+    TOO_LONG,
     CaptureFile,
     CaptureFileError,
     Damage,
@@ -45,6 +46,10 @@ OTHER_MAGIC: Final = {
 }
 PCAP: Final = (b"\xd4\xc3\xb2\xa1", b"\xa1\xb2\xc3\xd4", b"\x4d\x3c\xb2\xa1", b"\xa1\xb2\x3c\x4d")
 HEAD: Final = 24
+OFFLOAD: Final = (
+    "capture behind a mirror port, not on a host that puts frames together (or there: ethtool -K eth0 gro off lro off "
+    "gso off tso off), and while the job runs"
+)
 
 
 def scan(path: str | os.PathLike[str]) -> PcapInfo:
@@ -88,7 +93,8 @@ def scan_fd(name: str, fd: int, note: str = "") -> PcapInfo:
         file.refuse(
             file.size - info.left_out, f"no packets in this file that can be read ({'; '.join(filter(None, found))})"
             if any(found) else "no packets in this file",
-            "capture while the job runs, on the Ethernet interface itself: tcpdump -i eth0 instead of -i any",
+            OFFLOAD if set(info.skipped) == {TOO_LONG}
+            else "capture while the job runs, on the Ethernet interface itself: tcpdump -i eth0 instead of -i any",
         )
     return info
 
@@ -184,7 +190,7 @@ class _PcapWalk:
         if not self._follows(end):
             file.bad(offset, f"bad record header: {captured} bytes captured, and no record follows them")
         if captured > MAX_FRAME:
-            self.totals.skip(f"frame over {MAX_FRAME} bytes")
+            self.totals.skip(TOO_LONG)
             self.kept.skip(offset, end)
             return True
         self.lies |= captured > self.snaplen

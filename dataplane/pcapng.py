@@ -18,6 +18,7 @@ from dataplane.capturefile import (
     ANY_SNAPLEN,
     ETHERNET,
     MAX_FRAME,
+    TOO_LONG,
     CaptureFile,
     Damage,
     PcapInfo,
@@ -139,7 +140,7 @@ class PcapngScan:
         elif captured > room:
             self._skip(offset, total, "packet block that says more bytes than it has")
         elif captured > MAX_FRAME:
-            self._skip(offset, total, f"frame over {MAX_FRAME} bytes")
+            self._skip(offset, total, TOO_LONG)
         else:
             self.lies |= 0 < self.interfaces[0].snaplen < captured
             self.totals.add(captured, original)

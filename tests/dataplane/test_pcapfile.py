@@ -139,6 +139,15 @@ def test_empty_and_packetless(captures, scan_bytes):
     refused(scan_bytes, captures.pcapng([]), "no packets")
 
 
+def test_frames_that_a_host_put_together_are_not_blamed_on_the_interface(captures, scan_bytes):
+    for make in (captures.pcap, captures.pcapng):
+        refused(scan_bytes, make([captures.Record(bytes(80_000))]), "no packets", "65535", "ethtool")
+    other = captures.section("<") + captures.interface("<") + captures.interface("<", link=113)
+    for record in (captures.Record(bytes(80_000)), captures.Record(bytes(60), interface=1)):
+        other += captures.packet("<", record)
+    refused(scan_bytes, other, "no packets", "65535", "SLL", "-i eth0")
+
+
 def test_foreign_files(scan_bytes):
     refused(scan_bytes, b"\x7fELF" + bytes(100), "unknown file type", "7f 45 4c 46", offset=0)
     refused(scan_bytes, b"\x28\xb5\x2f\xfd" + bytes(100), "zstd", "zstd -dc", offset=0)
