@@ -266,7 +266,11 @@ static inline int fc_tunnel_vxlan(const uint8_t *at, size_t have, int usual, int
             return fc_tunnel_refuse(out, FC_REFUSED_VXLAN);
         inside = at[11] == 1 ? FC_INSIDE_IPV4 : at[11] == 2 ? FC_INSIDE_IPV6 : FC_INSIDE_FRAME;
     } else if (at[8] != 0x08 && at[8] != 0x88) { /* the network is valid, and perhaps a group policy */
-        return usual ? fc_tunnel_refuse(out, FC_REFUSED_VXLAN) : FC_TUNNEL_ABSENT;
+        if (!usual)
+            return FC_TUNNEL_ABSENT;
+        if (!(at[8] & 0x08))
+            return fc_tunnel_refuse(out, FC_REFUSED_VXLAN);
+        out->refusal = FC_REFUSED_VXLAN; /* a frame, if these bits are those that a receiver ignores (RFC 7348) */
     }
     out->session = fc_tunnel_be16(at + 12) << 8 | at[14];
     return fc_tunnel_inside(out, FC_TUNNEL_VXLAN, inside, at, have, 16);
@@ -333,7 +337,7 @@ static inline int fc_tunnel_has_type(uint32_t type)
 /* The same by an Ethernet type; at: behind it. Tags (tag.h) were passed, so MACsec is one that encrypts. */
 static inline int fc_tunnel_type(uint32_t type, const uint8_t *at, size_t have, fc_tunnel *out)
 {
-    uint32_t next;
+    uint32_t next, size;
 
     *out = (fc_tunnel){0};
     switch (type) {
@@ -347,11 +351,12 @@ static inline int fc_tunnel_type(uint32_t type, const uint8_t *at, size_t have, 
     case 0x22f3: /* version 2, reserved 2, multicast 1, words of options 5, hops 6; two nicknames */
         next = have < 2 ? 0 : fc_tunnel_be16(at) >> 6 & 0x1f;
         return fc_tunnel_inside(out, FC_TUNNEL_TRILL, FC_INSIDE_FRAME, at, have, 6 + next * 4);
-    case 0x8864: /* version and type, code, session, length; PPP's protocol */
-        next = have < 8 ? 0x21 : fc_tunnel_be16(at + 6);
+    case 0x8864: /* version and type, code, session, length; PPP's protocol, of one byte if that is odd (RFC 1661) */
+        size = have > 6 && at[6] & 1 ? 7 : 8;
+        next = have < 8 ? 0x21 : size == 7 ? at[6] : fc_tunnel_be16(at + 6);
         if (next != 0x21 && next != 0x57)
             return FC_TUNNEL_ABSENT;
-        return fc_tunnel_inside(out, FC_TUNNEL_PPPOE, next == 0x21 ? FC_INSIDE_IPV4 : FC_INSIDE_IPV6, at, have, 8);
+        return fc_tunnel_inside(out, FC_TUNNEL_PPPOE, next == 0x21 ? FC_INSIDE_IPV4 : FC_INSIDE_IPV6, at, have, size);
     case 0x894f: /* flags and hops 10, words 6; kind, next protocol; path */
         if (have < 4)
             return FC_TUNNEL_SHORT;
