@@ -90,6 +90,20 @@ def test_a_gap_longer_than_the_history_is_counted() -> None:
     assert numbers(engine, plan, qpn)["missing"] == 17_000
 
 
+@pytest.mark.parametrize("after", [16_383, 16_384])
+def test_what_comes_as_late_as_the_history_reaches_is_no_repeat(after: int) -> None:
+    """16,384 PSNs are remembered. One packet more, and nobody knows whether it has come before."""
+    job = example_job(count=1 << 20, protocol="simple", mtu=256, startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=3)
+    qpn = job.flows[0].qpns[0]
+    data = writes(made.packets, qpn)
+    engine = Engine(plan.engine)
+    feed(engine, [*data[:100], *data[101 : 101 + after], data[100]])
+    engine.finish()
+    found, forgotten = numbers(engine, plan, qpn), after == 16_384
+    assert (found["out_of_order"], found["retransmissions"], found["missing"]) == (not forgotten, forgotten, forgotten)
+
+
 def test_a_later_lap_of_the_psn_is_not_the_beginning() -> None:
     """LL in mid-stream: its flags say where it is, though its PSN is as small as that of a young connection."""
     job = example_job(count=30_000, mtu=256, startup=False, rebuild=False)

@@ -74,6 +74,14 @@ def test_a_read_explains_what_follows_it_and_nothing_later() -> None:
     assert flow(read, *after)["requests"]["missing_ranges"] == [(13, 4)]
 
 
+def test_half_a_lap_of_psns_is_a_step_back_and_less_is_a_gap() -> None:
+    half = 2**23
+    less, back = (flow(*(frame(SEND_ONLY, psn, b"data") for psn in (5, 6 + step)))["requests"]
+                  for step in (half - 1, half))
+    assert (less["missing"], less["missing_ranges"], less["before_first"]) == (half - 1, [(6, half - 1)], 0)
+    assert (back["missing"], back["missing_ranges"], back["before_first"]) == (0, [], 1)
+
+
 def test_one_repeat_is_one_restart() -> None:
     found = sends(0, 1, 2, 3, 1, 2, 3, 4, 5, 6)
     assert (found["restarts"], found["out_of_order"], found["duplicates"]) == (1, 0, 3)
