@@ -72,3 +72,13 @@ def test_truncated_roce(eal: Any, captures: Any, tmp_path: Path, six: bool) -> N
     with PcapSource(eal, path) as source:
         source.start()
         assert [(p.data, p.truncated) for p in RingReader(source.ring_address)] == cases
+
+
+def test_seven_tags_are_not_looked_behind(eal: Any, captures: Any, tmp_path: Path) -> None:
+    """The decoder calls such a frame malformed: whether it is cut is not asked either."""
+    frames = [(bytes(12) + b"\x81\0\0\1" * tags + INNER[12:-1], tags < 7) for tags in (0, 1, 6, 7)]
+    path = tmp_path / "tags.pcap"
+    path.write_bytes(captures.pcap([captures.Record(data) for data, _ in frames]))
+    with PcapSource(eal, path) as source:
+        source.start()
+        assert [(p.data, p.truncated) for p in RingReader(source.ring_address)] == frames

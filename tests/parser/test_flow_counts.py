@@ -233,6 +233,8 @@ def test_answers_that_come_in_any_order() -> None:
     found = flow(answer(9, 0x1F), answer(4, 0x1F), answer(12, 0x60), answer(7, 0x62), answer(5, 0x6F))["answers"]
     assert (found["psn_low"], found["psn_high"], found["acks"]) == (4, 12, 2)
     assert found["naks"] == {"sequence_error": 1, "remote_access_error": 1, "reserved": 1}
+    found = flow(*(answer(psn, 0x1F) for psn in (1, 0xFFFFFF, 5, 2)))["answers"]  # the second belongs before the first
+    assert (found["psn_low"], found["psn_high"]) == (0xFFFFFF, 5)
 
 
 def test_a_flow_lasts_from_its_earliest_to_its_latest_packet() -> None:

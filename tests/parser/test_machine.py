@@ -232,6 +232,21 @@ def test_after_an_outage_the_packet_that_is_due_is_believed() -> None:
     assert not found["adrift"] and found["packets"] == len(data)
 
 
+def test_a_message_that_comes_slowly_is_no_outage() -> None:
+    """From its first packet on an outage's time has passed, and from one packet to the next never so much."""
+    job = example_job(count=COUNT, protocol="simple", startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=1)
+    qpn = job.flows[0].qpns[0]
+    flow = [spec.qpn for spec in plan.engine.flows].index(qpn)
+    first, second, _lost, fourth, *_ = [made.packets[at][1] for at in messages(made.packets, qpn)[0]]
+    ring, engine = MemoryRing(), Engine(plan.engine)
+    step = int(0.6 * plan.engine.outage_ns)
+    ring.put([(10**9 + at * step, frame) for at, frame in enumerate((first, second, fourth))])
+    engine.run(0, ring.ring_address, 1 << 20)
+    found = engine.flow_counters(0)[flow]
+    assert not found["adrift"] and found["packets"] == 3
+
+
 # -- clear-to-send --------------------------------------------------------------------------------------
 
 

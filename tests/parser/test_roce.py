@@ -200,6 +200,12 @@ def test_every_field_of_a_write_only() -> None:
     assert (p.payload_offset, p.payload_len) == (14 + 20 + 8 + 12 + 16, 64)
 
 
+def test_the_traffic_class_of_ipv6_is_not_its_flow_label() -> None:
+    p = decode(bytes(LINK / v6(tc=0x6A, fl=0xBCDEF, hlim=7) / udp()))
+    assert isinstance(p, Roce)
+    assert (p.src, p.dst, p.ip_version, p.tclass, p.ttl) == ("fe80::1", "fe80::2", 6, 0x6A, 7)
+
+
 @pytest.mark.parametrize(
     ("opcode", "extra", "field", "value"),
     [

@@ -318,6 +318,8 @@ def test_damaged_final_bytes_are_not_placed_and_not_counted(protocol: str, packe
     for loss in engine.losses():
         assert loss["cause"] == "icrc" and loss["iteration"] == 0 and loss["offset"] % 8 == 0
         assert spot.start <= loss["offset"] < loss["offset"] + loss["bytes"] <= spot.start + len(spot.wire)
+        each = {"ll": 512, "ll128": 960, "simple": 1024}[protocol]
+        assert packet < 0 or loss["offset"] == spot.start + each * packet
     feed(engine, made.packets[at:])
     assert kinds(engine) == [] and engine.cells(0)[: COUNT // 2].all()
     assert engine.region(0)[: 4 * COUNT].tobytes() == made.reduced[0, 0].tobytes()
