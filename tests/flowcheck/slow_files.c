@@ -5,7 +5,7 @@
  *     SLOW_MS      how long each call takes, milliseconds
  *     SLOW_HOLD    while there is a file of this name, calls below the folder do not return: a server that is away
  *     SLOW_FAILS   while there is a file of this name, one call fails: it has the call's name and an errno, "pwrite 28";
- *                  "pwrite 0": half of it is done, in whole blocks
+ *                  "pwrite 0": half of it is done, in whole blocks; of more than one nine bytes less are said to be
  *     SLOW_LOG     a file to which is added what was done: 'P', first byte and bytes (8 bytes each) and the bytes of a
  *                  pwrite; 'S' of an fdatasync
  *     SLOW_LIES    while there is a file of this name, a rename is done and reported as failed (EIO): its answer is lost
@@ -143,7 +143,7 @@ static ssize_t put(int fd, const void *data, size_t size, off_t at) {
         memcpy(head + 1, &at, 8), memcpy(head + 9, &done, 8);
         note(fd, head, sizeof head, data, (size_t)done);
     }
-    return done;
+    return done > BLOCK && (size_t)done < size ? done - 9 : done;
 }
 
 ssize_t pwrite(int fd, const void *data, size_t size, off_t at) {

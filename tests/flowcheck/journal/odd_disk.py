@@ -68,17 +68,18 @@ class Scene:
         self.offer(range(10, 20))
         return self.until(range(10, 20))
 
-    def hung(self) -> Said:
-        ring.HUNG_SECONDS = 0.05
+    def hung(self, first: int) -> Said:
+        ring.HUNG_SECONDS = 60.0
         self.hold.touch()
-        given = self.offer(range(20, 23))
+        given = self.offer(range(first, first + 3))
+        ring.HUNG_SECONDS = 0.05
         time.sleep(0.1)
-        given += self.offer(range(23, 25))
+        given += self.offer(range(first + 3, first + 5))
         assert given == [True, True, False, False, False]
         self.hold.unlink()
-        self.until(range(20, 25))
-        self.offer(range(25, 26))
-        return self.until(range(20, 26))
+        self.until(range(first, first + 5))
+        self.offer(range(first + 5, first + 6))
+        return self.until(range(first, first + 6))
 
     def failing(self, first: int, call: str, code: int) -> Said:
         """Three iterations of which the middle one meets it."""
@@ -112,11 +113,13 @@ def main() -> None:
     scene = Scene(*map(Path, sys.argv[1:]))
     assert scene.check() == []
     scenes: dict[str, Callable[[], Said]] = {
-        "slow": scene.slow, "hung": scene.hung,
+        "slow": scene.slow, "hung": lambda: scene.hung(20),
         "full": lambda: scene.failing(30, "pwrite", errno.ENOSPC),
         "unsynced": lambda: scene.failing(40, "fdatasync", errno.EIO),
         "halved": lambda: scene.failing(50, "pwrite", 0),
-        "broken": scene.broken, "closed": scene.closed,
+        "broken": scene.broken,
+        "hung again": lambda: scene.hung(70),  # an odd number of entries later: with the other of two
+        "closed": scene.closed,
     }
     out = {}
     for name, play in scenes.items():

@@ -40,8 +40,9 @@ def test_what_a_slow_disk_has_no_time_for_is_a_hole(scenes: Any) -> None:
     assert [int(number) for number, cause in said.items() if not cause] == scenes["slow"]["there"]
 
 
-def test_a_disk_that_hangs_holds_up_nothing(scenes: Any) -> None:
-    assert list(scenes["hung"]["said"].values()) == ["", "", "busy", "hung", "hung", ""]
+@pytest.mark.parametrize("scene", ["hung", "hung again"])
+def test_a_disk_that_hangs_holds_up_nothing(scenes: Any, scene: str) -> None:
+    assert list(scenes[scene]["said"].values()) == ["", "", "busy", "hung", "hung", ""]
 
 
 @pytest.mark.parametrize(("scene", "cause"), [("full", "ENOSPC"), ("unsynced", "EIO")])
