@@ -24,7 +24,8 @@ def test_other_traffic_is_dropped_and_counted_if_asked(eal, captures, tmp_path):
     dns = [frame[:36] + b"\0\x35" + frame[38:] for frame in roce]
     arp = [bytes(12) + b"\x08\x06" + bytes(50)] * 40
     gre = [frame[:23] + b"\x2f" + frame[24:] for frame in roce]
-    mixed = [frame for group in zip(roce, tcp, dns, arp, gre, strict=True) for frame in group]
+    pieces = [frame[:20] + b"\x20\0" + frame[22:] for frame in dns]  # the first of each datagram; all are kept
+    mixed = [frame for group in zip(roce, tcp, dns, arp, gre, pieces, strict=True) for frame in group]
     path = tmp_path / "mixed.pcap"
     path.write_bytes(captures.pcap([captures.Record(frame) for frame in mixed]))
     pool = Mempool(eal, "mixed", 1023, 4352)
@@ -33,13 +34,13 @@ def test_other_traffic_is_dropped_and_counted_if_asked(eal, captures, tmp_path):
     port.configure()
     port.rx_queue(0, pool)
     port.start()
-    rx = RxThread(port, memory, RxConfig(expected=200, roce_only=True))
+    rx = RxThread(port, memory, RxConfig(expected=240, roce_only=True))
     rx.start()
     wait_until(lambda: rx.finished)
-    kept = [frame for pair in zip(roce, gre, strict=True) for frame in pair]
+    kept = [frame for group in zip(roce, gre, pieces, strict=True) for frame in group]
     assert [packet.data for packet in RingReader(memory.ring_address)] == kept
     counters = memory.counters()
-    assert (counters["received"], counters["not_roce"], counters["published"]) == (200, 120, 80)
+    assert (counters["received"], counters["not_roce"], counters["published"]) == (240, 120, 120)
     assert counters["bytes"] == sum(map(len, mixed))
     rx.close()
     assert pool.in_use == 0

@@ -276,6 +276,7 @@ def test_fragments() -> None:
     assert decode(bytes(LINK / v4(frag=3, proto=6) / Raw(bytes(64)))) == "not_roce"
     assert decode(bytes(LINK / v6() / IPv6ExtHdrFragment(m=1) / udp())) == "fragment"
     assert decode(bytes(LINK / v6() / IPv6ExtHdrFragment(m=1) / udp(port=53))) == "not_roce"
+    assert decode(bytes(LINK / v6() / IPv6ExtHdrFragment(offset=1, nh=17) / Raw(bytes(64)))) == "fragment"
     assert decode(bytes(LINK / v6() / IPv6ExtHdrFragment(offset=8, nh=17) / Raw(bytes(64)))) == "fragment"
     assert decode(bytes(LINK / v6() / IPv6ExtHdrFragment(m=1) / TCP())) == "not_roce"
 
