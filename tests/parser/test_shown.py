@@ -105,9 +105,9 @@ SLOTS = 256  # of NCCL's ring of clear-to-sends
 INDEX, ADDRESS, TURN = 0, 8 * SLOTS, 3 * 8 * SLOTS  # fc_cts_table: three arrays of 8 bytes a slot, and one of 4
 
 
-def slot_of(number: int, address: int) -> tuple[int, int, int]:
-    """Where this announcement's number, address and turn lie in this process."""
-    at, found = (number - 1) % SLOTS, []
+def places_of(number: int, address: int) -> set[int]:
+    """Where an announcement's number lies in this process with its address, and copies that this reader makes."""
+    found = set()
     with open("/proc/self/mem", "rb", buffering=0) as memory:
         for line in Path("/proc/self/maps").read_text().splitlines():
             first, end = (int(part, 16) for part in line.split()[0].split("-"))
@@ -118,30 +118,39 @@ def slot_of(number: int, address: int) -> tuple[int, int, int]:
                 while (place := part.find(address.to_bytes(8, "little"), place + 1)) >= 0:
                     before = place - ADDRESS + INDEX
                     if before >= 0 and part[before : before + 8] == number.to_bytes(8, "little"):
-                        found.append(first + before)
-    (index,) = found
-    return index, index + ADDRESS, index - 8 * at + TURN + 4 * at
+                        found.add(first + before)
+    return found
+
+
+def at_places(process: int | str, *places: tuple[int, int]) -> list[int]:
+    """The numbers at addresses of a process, each with its size in bytes; none where no memory is by now."""
+    with open(f"/proc/{process}/mem", "rb", buffering=0) as memory, contextlib.suppress(OSError):
+        return [int.from_bytes(os.pread(memory.fileno(), size, at), "little") for at, size in places]
+    return []
 
 
 def test_no_moment_has_one_announcements_number_and_anothers_address() -> None:
-    """Two clear-to-sends that take turns in one place of the table, which other threads read meanwhile: what is not
-    whole has an odd turn."""
+    """Clear-to-sends that follow each other in one place of the table, which other threads read meanwhile: what is not
+    whole has an odd turn. The second shows which place is the table's, and while the third comes it is read."""
     job, plan, made = traffic("simple")
     cts, engine = plan.engine.cts, Engine(plan.engine)
     (_, frame), *_ = writes(made.packets, job.flows[0].cts_qpns[0])
     number = int.from_bytes(frame[70 + cts.number_at : 78 + cts.number_at], "little")
-    pairs = [(number, 0x123456789ABC0000), (number + SLOTS, 0x23456789ABCD0000)]
-    first, second = (
+    addresses = (0x123456789ABC0000, 0x23456789ABCD0000, 0x3456789ABCDE0000)
+    pairs = [(number + turn * SLOTS, address) for turn, address in enumerate(addresses)]
+    first, second, third = (
         patched(70 + cts.number_at, one.to_bytes(8, "little"))(patched(70, address.to_bytes(8, "little"))(frame))
         for one, address in pairs
     )
     assert engine.feed(0, first)
-    index, address, turn = slot_of(*pairs[0])
+    places = places_of(*pairs[0])
+    assert engine.feed(0, second)
+    (index,) = (one for one in places if at_places("self", (one, 8), (one + ADDRESS, 8)) == [*pairs[1]])
+    at = (number - 1) % SLOTS
+    address, turn = index + ADDRESS, index - 8 * at + TURN + 4 * at
     seen = []
-    for child, _ in steps(lambda: engine.feed(0, second), code_of(parser.machine)):
-        with open(f"/proc/{child}/mem", "rb", buffering=0) as memory:
-            words = [int.from_bytes(os.pread(memory.fileno(), size, at), "little")
-                     for at, size in ((index, 8), (address, 8), (turn, 4))]
+    for child, _ in steps(lambda: engine.feed(0, third), code_of(parser.machine)):
+        words = at_places(child, (index, 8), (address, 8), (turn, 4))
         seen.append(((words[0], words[1]), words[2] % 2))
-    assert [pair for pair, odd in seen if not odd and pair not in pairs] == []
-    assert {pair for pair, odd in seen if not odd} == {*pairs} and {odd for _, odd in seen} == {0, 1}
+    assert [pair for pair, odd in seen if not odd and pair not in pairs[1:]] == []
+    assert {pair for pair, odd in seen if not odd} == {*pairs[1:]} and {odd for _, odd in seen} == {0, 1}
