@@ -68,7 +68,7 @@ class Groups:
     def intake_of(self, name: str) -> Intake | str:
         """Raises EnvironmentProblem: it cannot begin."""
         if not GROUP.fullmatch(name):
-            return "the name of a group has letters, digits, _ and ."
+            return "the name of a group has letters, digits, _ and ., 32 of them at most"
         if name in {one.group for one in self._config.follow}:
             return f"group {name!r} is of [[follow]] in this node's settings, without trainers; attach with another"
         with self._lock:

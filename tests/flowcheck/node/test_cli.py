@@ -271,7 +271,7 @@ def test_peers_read_the_shelf_of_a_group_that_is_there_and_make_none(
 @pytest.mark.parametrize("name", ["x" * 33, "a-b", "a/b", "../../etc", "a b", "\u00e9", "a\n"])
 def test_names_that_groups_cannot_have(begin: Begin, world: World, name: str) -> None:
     """They become names of files and folders. A hyphen separates the parts of a replica's name."""
-    assert begin().groups.intake_of(name) == "the name of a group has letters, digits, _ and ."
+    assert begin().groups.intake_of(name) == "the name of a group has letters, digits, _ and ., 32 of them at most"
     assert world.groups == []
 
 
