@@ -2,9 +2,9 @@
 
     with dpdk_errors(), Node(config, say) as node: node.wait()
 
-Order of starting: settings -> DPDK and captures, then rights are given back (ports/open_captures.py) -> groups ->
-control port. Ending is the reverse: nobody new, then what is in the rings is judged and published, then captures and
-DPDK go. What `--check` says: check/check.py. A node without a port: holder.py.
+Order of starting: settings and name -> DPDK and captures, then rights are given back (ports/open_captures.py) ->
+groups -> control port. Ending is the reverse: nobody new, then what is in the rings is judged and published, then
+captures and DPDK go. What `--check` says: check/check.py. A node without a port: holder.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from flowcheck.node.status.board_writer import BoardWriter
 from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.tokens import warnings_of
 from flowcheck.node.versions.output import Hashes, Writer
+from flowcheck.node.versions.replica_files import NameLock
 
 __all__ = ["Node"]
 
@@ -51,6 +52,8 @@ class Node:
         self._board_writer: BoardWriter | None = None
         self._telemetry: Telemetry | None = None
         with ExitStack() as undo:
+            for directory in config.directories:  # to the end of all others
+                undo.enter_context(closing(NameLock(directory, config.name)))
             captures = self._captures = undo.enter_context(closing(OpenCaptures(config, say)))
             self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
             if config.api is not None:

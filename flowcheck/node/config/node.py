@@ -195,6 +195,11 @@ class NodeConfig(Table):
         return self
 
     @property
+    def directories(self) -> list[Path]:
+        """Of files that are called after this node's name."""
+        return sorted({self.replica.directory, *([self.journal.directory] if self.journal is not None else ())})
+
+    @property
     def journals(self) -> Path | None:
         """Where the journals of this node's groups lie, if it keeps any."""
         return self.journal.directory / f"flowcheck-{self.name}.journal" if self.journal is not None else None

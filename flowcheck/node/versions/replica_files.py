@@ -14,6 +14,7 @@ where only that is left of it, or versions of a new start would have what ranks 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
@@ -23,14 +24,55 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowcheck.control.message_fields import GROUP
-from flowcheck.durable import remove_tree
+from flowcheck.durable import remove_tree, reporting
+from flowcheck.errors import EnvironmentProblem
 from updater.errors import UpdaterError
 from updater.reader import Reader, not_mine
 
-__all__ = ["LeftoverReplica", "ReplicaFiles"]
+__all__ = ["LeftoverReplica", "NameLock", "ReplicaFiles"]
 
 DIGITS = 12  # of a number: more is nobody's count, and no name has room for all
 MOST_TAKEN = 1000  # names in a row that somebody else may have taken
+
+
+class NameLock:
+    """A node's name in a directory of replicas or journals, for as long as this process has it: two processes of one
+    name take each other's files for those of jobs that have ended, and remove them. After a kill the kernel lets go of
+    it, and the file that is left stops nobody. Raises EnvironmentProblem: another process has it, or the file cannot be
+    made."""
+
+    def __init__(self, directory: Path, node: str) -> None:
+        self._path = directory / f"flowcheck-{node}.lock"
+        with reporting(self._path, "a `name` of its own for each node"):
+            self._file = self._locked()
+            while not self._named():  # its owner has just ended, and has removed it
+                os.close(self._file)
+                self._file = self._locked()
+
+    def _locked(self) -> int:
+        """A descriptor of the file at this name, locked."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            raise EnvironmentProblem(
+                "another node of this name runs here, and each would remove the other one's versions",
+                where=str(self._path), remedy="end it; or give each node a `name` of its own",
+            ) from None
+        return file
+
+    def _named(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), self._path.lstat())
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Once."""
+        with contextlib.suppress(OSError):  # what stays is unlocked
+            self._path.unlink()
+        os.close(self._file)
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ def test_a_group_is_made_when_it_is_asked_for_and_found_again(begin: Begin, worl
 def test_what_groups_have_is_told_to_other_nodes_and_theirs_is_heard(begin: Begin, world: World) -> None:
     other = begin()
     host, _, port = other.control.address.rpartition(":")
-    node = begin(common={"nodes": [f"{host}:{port}"], "seconds": 7.0})
+    node = begin(name="another", common={"nodes": [f"{host}:{port}"], "seconds": 7.0})
     node.groups.intake_of("a"), other.groups.intake_of("b")
     assert (node.groups._groups["a"].common, other.groups._groups["b"].common) == (node._common, other._common)  # type: ignore
     other._common.order("b", ("run", 0), (4, 5))
@@ -260,12 +260,28 @@ def test_what_groups_have_is_told_to_other_nodes_and_theirs_is_heard(begin: Begi
 def test_peers_read_the_shelf_of_a_group_that_is_there_and_make_none(
     begin: Begin, world: World, tmp_path: Path,
 ) -> None:
-    alone, among = begin(), begin(replica={"directory": str(tmp_path), "peers": ["127.0.0.1:1"]})
+    alone, among = begin(), begin(name="another", replica={"directory": str(tmp_path), "peers": ["127.0.0.1:1"]})
     assert among.groups.shelf_of("a") is None and world.groups == []
     for node in (alone, among):
         node.groups.intake_of("a").peering = SimpleNamespace(shelf="its shelf")  # type: ignore[union-attr, assignment]
     assert among.groups.shelf_of("a") == "its shelf" and among.groups.shelf_of("b") is None
     assert alone.groups.shelf_of("a") is None, "who names no peers gives nothing"
+
+
+def test_two_nodes_of_one_name_do_not_share_a_directory(begin: Begin, tmp_path: Path) -> None:
+    """Each would take the other one's files for those of jobs that have ended, and remove them."""
+    for one in ("a", "b", "kept"):
+        (tmp_path / one).mkdir()
+    shared = {"journal": {"directory": str(tmp_path / "kept"), "megabytes": 1}, "api": {"listen": "127.0.0.1:0"}}
+    first = begin(replica={"directory": str(tmp_path / "a"), "slots": 4}, **shared)
+    other = {"directory": str(tmp_path / "b"), "slots": 4}
+    for again in ({"replica": {"directory": str(tmp_path / "a")}}, {"replica": other, **shared}):
+        with pytest.raises(EnvironmentProblem):
+            begin(**again)
+    begin(name="another", replica=other, **shared)
+    first.close()
+    (tmp_path / "a" / "flowcheck-node.lock").touch()  # of one that was killed
+    begin(replica={"directory": str(tmp_path / "a")})
 
 
 @pytest.mark.parametrize("name", ["x" * 33, "a-b", "a/b", "../../etc", "a b", "\u00e9", "a\n"])
@@ -638,7 +654,8 @@ def test_versions_are_served_where_that_is_asked_for(
             world.done.append("close api")
 
     monkeypatch.setattr(children, "Serving", Noted)
-    assert begin().api is None and "open api" not in world.done
+    with begin() as without:
+        assert without.api is None and "open api" not in world.done
     node = begin(api={"listen": "127.0.0.1:0"})
     assert node.api == "127.0.0.1:7071" and world.done[-1] == "open api"
     node.groups.intake_of("dp0")

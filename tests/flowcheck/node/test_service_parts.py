@@ -46,7 +46,8 @@ def make(world: World, tmp_path: Path) -> Iterator[Make]:
     made: list[service.Node] = []
 
     def begin(also: dict[str, Any] | None = None, **parts: Any) -> service.Node:
-        config = settings(tmp_path, **parts).model_copy(update=also or {})
+        own = {"name": f"node{len(made)}"} if made else {}  # one node of a name in a directory
+        config = settings(tmp_path, **own | parts).model_copy(update=also or {})
         made.append(service.Node(config, world.say))
         return made[-1]
 

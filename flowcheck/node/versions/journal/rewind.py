@@ -27,7 +27,7 @@ def run(nodes: str, token: str, run_id: str | None, ca: str, seconds: float, as_
         found = Steps(tuple(one for one in found.steps if one.run_id == run_id),
                       tuple(one for one in found.holes if one.run_id == run_id), found.absent)
     if len(found.absent) >= len(asked) and not found.steps:
-        raise EnvironmentProblem(f"nobody answered: {'; '.join(found.absent)}", where=nodes,
+        raise EnvironmentProblem(f"nobody said what can be had: {'; '.join(found.absent)}", where=nodes,
                                  remedy="HOST:PORT of api.listen, and the nodes' token")
     if as_json:
         typer.echo(json.dumps({"schema": "flowcheck-rewind/1", **asdict(found)}, indent=1))
