@@ -191,6 +191,7 @@ class _Paced(io.RawIOBase):
         self._sock, self._seconds = sock, seconds
         self._raw = sock.makefile("rb", buffering=0)
         self._left = 2 * seconds
+        self._begins = b""  # the answer
         self.room = MOST_HEAD  # bytes
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -213,6 +214,12 @@ class _Paced(io.RawIOBase):
             if self._left < self._seconds:
                 raise _TooSlow from None
             raise
+        except ConnectionResetError:  # a control port has said who it is, and lets go of whoever speaks HTTP
+            if self._begins != MAGIC:
+                raise
+            return 0
+        if not self._begins:
+            self._begins = bytes(buffer[:min(count or 0, len(MAGIC))])
         self._left += (count or 0) / RATE - (time.monotonic() - began)
         self.room -= count or 0
         return count

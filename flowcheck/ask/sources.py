@@ -42,6 +42,7 @@ __all__ = [
 
 MOST_ROUNDS = 16
 MOST_AHEAD = 1 << 20  # epochs of which nobody vouches for one: a planted one that is further leaves none for later
+MOST_NAMED = 8  # steps, where the one that was asked for is not there
 MOST_SAME = 4  # of one version, that a tier of a node lists
 BUSY_SECONDS = 30.0  # a version that is not read any more is held for 20
 QUEUE_SECONDS = 1800.0  # that a node may have no connection left for a file: as many ranks read from it as it serves
@@ -367,6 +368,10 @@ def take(
     what = f"step {step} is not there" if step is not None and not bad else "there is no version"
     what = "none of the versions that were found is good" if bad else what
     what = what if any(node.connection.answered for node in nodes) else "nobody answered"
-    why = "; ".join([*passed, *found.absent, *found.withheld])
+    there = ", ".join(map(str, sorted({offer.step for _, offer in found.places})[-MOST_NAMED:]))
+    other = [found.other] if found.lacks else [f"the newest that are there: {there}"] if there and not bad else []
+    why = "; ".join([*passed, *found.absent, *found.withheld, *other])
     raise EnvironmentProblem(f"{what}{f': {why}' if why else ''}", where=", ".join(node.name for node in nodes),
-                             remedy="; ".join(found.remedies) or "see the nodes' lines, or a checkpoint directory")
+                             remedy="; ".join(found.remedies) or (
+                                 "one of those that are there, or a checkpoint directory" if other else
+                                 "a node that has one, by its api.listen; or a checkpoint directory"))

@@ -95,7 +95,8 @@ def token_bytes(text: str) -> bytes:
     if not TOKEN_BYTES[0] <= len(token) <= TOKEN_BYTES[1]:
         raise UserError(
             f"a token of {len(token)} characters; {TOKEN_BYTES[0]} to {TOKEN_BYTES[1]} are usable", where="token",
-            remedy="python -c 'import secrets; print(secrets.token_hex(32))'",
+            remedy="the nodes' token, all of it; or a new one for nodes and trainers: "
+                   "python -c 'import secrets; print(secrets.token_hex(32))'",
         )
     return token
 
@@ -194,7 +195,8 @@ def _expect(link: Link, kind: type) -> Any:
     try:
         message, size = link.receive(wait=link.limits().seconds)
     except TimeoutError:
-        hint = "; a node with [tls] needs ca= here, or FLOWCHECK_CA" if kind is Challenge and not link.secure else ""
+        hint = ("; trainers come to control.listen, and not to api.listen; a node with [tls] needs ca= here, or"
+                " FLOWCHECK_CA") if kind is Challenge and not link.secure else ""
         raise RecordsError(f"no answer{hint}", where=link.peer) from None
     _is_due(message, kind, link.peer, size)
     return message

@@ -60,6 +60,9 @@ def token_of(given: str | None) -> bytes:
                             remedy="a readable file with the nodes' token") from None
     if not isinstance(given, str) or not given.strip().isprintable():
         raise UserError("is not a text", where="token", remedy="the nodes' secret, as its file has it")
+    if not given.strip():
+        raise UserError("there is none", where="token",
+                        remedy=f"the nodes' token as token=, or a file with it as {TOKEN_FILE} in the environment")
     return token_bytes(given)
 
 

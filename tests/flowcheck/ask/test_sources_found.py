@@ -374,10 +374,11 @@ def test_why_nothing_is_taken(near: HandApi, far: HandApi, monkeypatch: pytest.M
     far.answers["/v1/versions"] = 500, b'{"why": "a bug"}'
     bug, asked = f"{far.name}: refused: a bug", nodes(near, far)
     error = problem(take, asked, None, None, 8)
-    assert error.what == f"step 8 is not there: {bug}"
+    assert error.what == f"step 8 is not there: {bug}; the newest that are there: 6, 7"
     assert error.where == f"{near.name}, {far.name}" and error.remedy
     near.withheld = [{"why": "too new"}]
-    assert problem(take, asked, "none", None, None).what == f"there is no version: {bug}; {near.name}: too new"
+    assert problem(take, asked, "none", None, None).what == (
+        f"there is no version: {bug}; {near.name}: too new; nothing is of run 'none'; there is 'run'")
     near.withheld = []
     with monkeypatch.context() as once:
         once.setattr(sources, "MOST_ROUNDS", 1)

@@ -163,7 +163,7 @@ def test_one_side_alone(ends: Callable[..., Ends], issued: Issued) -> None:
     one.trainer.limits = lambda: Limits(seconds=1.0)
     node, trainer = one.opening()
     assert node.startswith("no TLS")
-    assert trainer == "no answer; a node with [tls] needs ca= here, or FLOWCHECK_CA"
+    assert trainer.startswith("no answer") and "FLOWCHECK_CA" in trainer
 
 
 def test_somebody_who_drips_a_handshake_is_let_go(issued: Issued) -> None:

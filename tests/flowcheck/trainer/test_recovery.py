@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import flowcheck
 from flowcheck.ask import sources
+from flowcheck.control.link import MAGIC
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer.recover import recovery
@@ -248,15 +249,17 @@ def test_a_wrong_token_is_what_to_change_and_never_a_fresh_start(api: HandApi, f
     assert "token=" in error.remedy and "fresh" not in error.remedy
 
 
+@pytest.mark.parametrize("says", [b"220 mail.example.com ESMTP\r\n", MAGIC + bytes(60)])
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_port_that_is_not_the_apis_is_what_to_change(fresh: bool) -> None:
-    """What answers there speaks no HTTP: a node's control port, or another service."""
+def test_a_port_that_is_not_the_apis_is_what_to_change(fresh: bool, says: bytes) -> None:
+    """What answers there speaks no HTTP: a node's control port, or another service. It ends the connection with most of
+    the question unread, which resets it."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         def answer() -> None:
             own, _ = server.accept()
             with own:
-                own.recv(4096)
-                own.sendall(b"220 mail.example.com ESMTP\r\n")
+                own.sendall(says)
+                own.recv(16)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -494,7 +497,7 @@ def test_nobody_waits_for_a_rank_that_gave_up(when: str) -> None:
             found = together(2, lambda rank: recover(one.name, token=TOKEN, into={"w": torch.zeros(2 + rank)}))
     assert all(isinstance(error, UserError) for error in found)
     assert found[0].what == f"rank 1 gave up: {found[1].what}"
-    said = {"it begins": "a token of 0 characters", "it looks": "several", "it receives": "is float32 [3]"}
+    said = {"it begins": "there is none", "it looks": "several", "it receives": "is float32 [3]"}
     assert said[when] in found[1].what
 
 
