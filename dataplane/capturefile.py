@@ -34,7 +34,7 @@ LINK_TYPES: Final = {
     251: "Bluetooth Low Energy", 253: "Linux netlink", 276: "Linux cooked v2 (SLL2)", 281: "Broadcom switch tag",
     282: "Broadcom switch tag", 283: "Marvell DSA", 284: "Marvell DSA", 285: "Marvell EDSA",
 }
-DAMAGED: Final = "capture again; what comes before that byte can be kept with: editcap -F pcap IN OUT"
+DAMAGED: Final = "capture again: no whole packet comes before that byte"
 Part = bytes | tuple[int, int]  # bytes as they are, or (start, end) of the file
 
 
