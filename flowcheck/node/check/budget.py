@@ -10,6 +10,7 @@ port. Smaller packets fill a ring sooner.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from flowcheck.node.groups.ranges import SLOTS, wished
 from flowcheck.node.ports.captures import PlannedCapture
 from flowcheck.node.tokens import warnings_of
 from flowcheck.node.versions.shadow import OPEN
+from updater.ring import file_system
 
 __all__ = ["EXAMPLE_MBPS", "Budget", "CaptureFigures", "MachineFacts", "ThreadPlace", "ask", "budget", "pause_ms"]
 
@@ -43,7 +45,7 @@ HEADERS = 14 + 20 + 8 + 12 + 4 + 4 + 20
 class MachineFacts:
     """available, huge_free: bytes of ordinary memory and of huge pages. huge_by_node: of those, by NUMA node. cpus:
     online. speeds: of devices, Mb/s, -1: not known. rx_queues: of devices, -1: not known. engine_nodes: NUMA nodes of
-    DMA engines. node_cpus: CPUs of NUMA nodes."""
+    DMA engines. node_cpus: CPUs of NUMA nodes. disk: replicas would lie on one."""
 
     available: int
     huge_free: int
@@ -53,6 +55,7 @@ class MachineFacts:
     rx_queues: Mapping[str, int]
     engine_nodes: Mapping[str, int]
     node_cpus: Mapping[int, frozenset[int]]
+    disk: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,20 @@ def ask(config: NodeConfig, planned: Sequence[PlannedCapture], root: Path = Path
         rx_queues={one.device: rx_queues(one.device, root) for one in planned},
         engine_nodes={engine.name: engine.node for engine in find_engines(root)},
         node_cpus={n: frozenset(cpu_list(machine.text(f"{folder}/cpulist"))) for n, folder in folders.items()},
+        disk=_on_disk(config.replica.directory),
     )
+
+
+def _on_disk(directory: Path) -> bool:
+    """False where nobody can say: who makes replicas there finds out."""
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not file_system(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _bytes_of(huge_pages: Mapping[int, int]) -> int:
@@ -262,6 +278,11 @@ def _notes(
         yield (
             f"replica.memory_mb is not set: {_too_large(config)}, and {_mb(_spare(made))} MB are left. A smaller bound"
             " refuses such a job before it begins"
+        )
+    if facts.disk:
+        yield (
+            f"replica.directory {config.replica.directory} is on a disk: the kernel writes each version there, and"
+            " updates wait for it. It is for tmpfs or hugetlbfs"
         )
     if config.protect and made.copies > _room(config, made) and "memory_mb" not in config.protect.model_fields_set:
         yield (

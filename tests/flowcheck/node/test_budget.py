@@ -262,6 +262,13 @@ def test_this_machine_is_asked() -> None:
     assert budget(settings, planned, facts).kernel > 0
 
 
+@pytest.mark.parametrize(("directory", "noted"), [("/dev/shm", False), ("/proc", True)])  # no memory of ours
+def test_replicas_that_would_not_lie_in_memory_are_a_note(directory: str, noted: bool) -> None:
+    settings = config({"device": "ring"}, replica={"directory": directory})
+    planned = plan_captures(settings)
+    assert any(directory in note for note in budget(settings, planned, ask(settings, planned)).notes) == noted
+
+
 @pytest.mark.parametrize(("api", "noted"), [({}, False), ({"shadow": 0}, True), ({"insecure": True}, True),
                                            ({"shadow": 1}, False)])
 def test_no_shadow_mode_is_named_as_what_it_is(api: dict[str, Any], noted: bool) -> None:
