@@ -2,6 +2,7 @@
 
     reader = RingReader(directory)
     reader.entries                      what is whole: number, head, nbytes
+    reader.numbers                      the same, by their first blocks alone
     reader.read(number)                 its head and spans, all sums checked
     reader.following(numbers)           of one after the other, each read while the one before it is used
     reader.damaged                      what is not used, and why
@@ -103,6 +104,11 @@ class RingReader:
         alone."""
         return self._look({})[1]
 
+    @property
+    def numbers(self) -> list[int]:
+        """Iterations whose entries are there: heads and spans are looked at by others."""
+        return [place.one.number for place in self._whole([])]
+
     def read(self, number: int, memory: Memory | None = None) -> tuple[bytes, list[np.ndarray]]:
         """Head and spans (uint8, in the order offered) of an iteration. memory: in which they lie, and those that were
         read into it before do not any more. Raises UserError: it is not there, or was overwritten meanwhile;
@@ -180,9 +186,9 @@ class RingReader:
         return list(there.values()), said
 
 
-def geometry_of(descriptor: int) -> Geometry:
-    """Of an open file. Raises OSError, NotOurs, Torn."""
-    return Geometry.read(os.pread(descriptor, BLOCK, 0))[0]
+def geometry_of(descriptor: int, at: int = 0) -> Geometry:
+    """Of an open file, or of one whose bytes begin there in it. Raises OSError, NotOurs, Torn."""
+    return Geometry.read(os.pread(descriptor, BLOCK, at))[0]
 
 
 def places_in(
