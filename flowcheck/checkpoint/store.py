@@ -7,6 +7,7 @@
                            user/rank-00003.safetensors
                            manifest.json                   when all of that was read back and found to be right
                        (GROUP is "-" for a group without a name)
+                       epoch-0/deltas/...                      gradients between versions (deltas.py)
 
     lane = Lane(objects, "NODE/GROUP/RUN")
     entry = lane.write(epoch, step, files, about, users)   tensors, users, manifest, pointer, in this order
@@ -23,17 +24,24 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from flowcheck.checkpoint.directory import MANIFEST, Meta, step_manifest
+from flowcheck.checkpoint.deltas import DELTAS, LINE, Deltas
+from flowcheck.checkpoint.directory import MANIFEST, Meta, read_step_manifest, step_manifest
 from flowcheck.checkpoint.files import FileStream
-from flowcheck.checkpoint.objects import Missing, Objects, StoreError
+from flowcheck.checkpoint.objects import Missing, Objects
+from flowcheck.checkpoint.paths import opened, read_small
+from flowcheck.checkpoint.read_back import CHUNK, ReadBack, small
+from flowcheck.checkpoint.stored import Entry, Line, Rules, expired, unneeded
+from flowcheck.checkpoint.users import file_of, users_of
 from flowcheck.control.divergence import Divergence
-from flowcheck.control.start import line_of
+from flowcheck.control.user_state import USER_BYTES
 from flowcheck.control.version import Version, seal, self_hash
 from flowcheck.errors import UserError
 from flowcheck.job.version_status import DIVERGED, VersionStatus
@@ -44,63 +52,15 @@ LATEST, LATEST_SCHEMA = "latest.json", "flowcheck/latest/1"
 UNNAMED = "-"  # the folder of a group without a name; no group's name has a hyphen
 MOST_TEXT = 256 << 20  # of a manifest
 MOST_POINTER = 1 << 16
-MOST_SECONDS = 1e12  # since 1970
-CHUNK = 8 << 20
+_EPOCH = re.compile("epoch-[0-9]{1,18}")
 _FOLDER = re.compile(r"epoch-([0-9]{1,18})/step-([0-9]{1,18})\.[0-9a-f]{8}")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A version that has its manifest. folder: its name in the store. stored: seconds since 1970, when it was."""
-
-    folder: str
-    version: Version
-    document: Mapping[str, Any]
-    text: bytes
-
-    @property
-    def order(self) -> tuple[int, str, int, float]:
-        return self.version.epoch, line_of(self.version.start), self.version.step, self.stored
-
-    @property
-    def stored(self) -> float:
-        said = self.document.get("stored", 0)
-        return float(said) if isinstance(said, int | float) and 0 <= said < MOST_SECONDS else 0.0
-
-
-@dataclass(frozen=True)
-class Rules:
-    """A version stays if any of them holds. keep: it is one of so many newest. seconds: it is not older. every: it is
-    the first in its stretch of so many steps; such ones stay for ever. None set: all stay."""
-
-    keep: int = 0
-    seconds: float = 0.0
-    every: int = 0
-
-
-def expired(entries: Iterable[Entry], rules: Rules, now: float, latest: str) -> list[Entry]:
-    """Which versions may go, oldest first. latest: the folder that the pointer names."""
-    if not rules.keep and not rules.seconds:
-        return []
-    ordered = sorted(entries, key=lambda one: one.order)
-    newest = ordered[-rules.keep :] if rules.keep else []
-    stays = {latest} | {one.folder for one in newest}
-    stretches: set[tuple[int, int]] = set()
-    for one in ordered:
-        stretch = one.version.epoch, one.version.step // rules.every if rules.every else -1
-        if rules.every and stretch not in stretches:
-            stays.add(one.folder)
-        stretches.add(stretch)
-        if rules.seconds and now - one.stored <= rules.seconds:
-            stays.add(one.folder)
-    return [one for one in ordered if one.folder not in stays]
 
 
 def read_entry(objects: Objects, folder: str) -> Entry:
     """A version's manifest, if its objects have the sizes that it says. Raises Missing: it does not exist; StoreError;
     UserError: it is damaged."""
     name = f"{folder}/{MANIFEST}"
-    text = _small(objects, name, MOST_TEXT)
+    text = small(objects, name, MOST_TEXT)
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -111,13 +71,6 @@ def read_entry(objects: Objects, folder: str) -> Entry:
         if size != entry.get("bytes"):
             raise UserError(f"{file} has {size} bytes, the manifest says {entry.get('bytes')}", where=folder)
     return Entry(folder, version, document, text)
-
-
-def _small(objects: Objects, name: str, most: int) -> bytes:
-    size = objects.size(name)
-    if size > most:
-        raise UserError(f"has {size} bytes", where=name)
-    return objects.read(name, 0, size)
 
 
 def user_object(folder: str, rank: int) -> str:
@@ -133,6 +86,7 @@ class Lane:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._objects, self._name, self._moving, self._clock = objects, name, moving, clock
+        self._sure = ReadBack(objects, moving)
         self._entries: dict[str, Entry] = {}  # that were read: nobody else changes a version
 
     def write(
@@ -140,29 +94,50 @@ class Lane:
         users: Callable[[], Mapping[int, bytes]],
     ) -> Entry:
         """Write a version and let the pointer name it. users: called when the tensors are there."""
-        folder = f"{self._name}/epoch-{meta.epoch}/step-{step:06d}.{secrets.token_hex(4)}"
+        folder = self._new_folder(meta.epoch, step)
         written: dict[str, Any] = {}
         for file, tensors in files.items():
             stream = FileStream(tensors)
-            self._put(f"{folder}/{file}", stream.pieces())
+            self._sure.put(f"{folder}/{file}", stream.pieces())
             written[file] = stream.entry()
-            self._verify(f"{folder}/{file}", written[file])
+            self._sure.verify(f"{folder}/{file}", written[file])
         given = {}
         for rank, data in sorted(users().items()):
-            self._put(user_object(folder, rank), [data])
             given[str(rank)] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            self._verify(user_object(folder, rank), given[str(rank)])
-        document = step_manifest(step, meta, written, given, stored=round(self._clock(), 3))
+            self._give(folder, rank, data, given[str(rank)])
+        return self._finish(folder, step_manifest(step, meta, written, given, stored=round(self._clock(), 3)))
+
+    def copy(self, path: Path, **more: str) -> Entry:
+        """Write a checkpoint directory as it is, and let the pointer name it. It may be removed meanwhile. more: what
+        else its manifest is to say. Raises UserError: it is damaged, or gone."""
+        said = read_step_manifest(path)
+        folder = self._new_folder(said["epoch"], said["step"])
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(opened(path / name))[0] for name in said["files"]}
+            users = {rank: (read_small(file_of(path, rank), USER_BYTES), entry)
+                     for rank, entry in users_of(said).items()}
+            for name, file in files.items():
+                self._sure.put(f"{folder}/{name}", iter(partial(file.read, CHUNK), b""))
+                self._sure.verify(f"{folder}/{name}", said["files"][name])
+        for rank, (data, entry) in users.items():
+            self._give(folder, rank, data, entry)
+        return self._finish(folder, seal({**said, **more, "stored": round(self._clock(), 3)}))
+
+    def _new_folder(self, epoch: int, step: int) -> str:
+        return f"{self._name}/epoch-{epoch}/step-{step:06d}.{secrets.token_hex(4)}"
+
+    def _give(self, folder: str, rank: int, data: bytes, entry: Mapping[str, Any]) -> None:
+        self._sure.put(user_object(folder, rank), [data])
+        self._sure.verify(user_object(folder, rank), entry)
+
+    def _finish(self, folder: str, document: dict[str, Any]) -> Entry:
         text = json.dumps(document, indent=1).encode() + b"\n"
-        self._objects.replace(f"{folder}/{MANIFEST}", text)
-        self._same(f"{folder}/{MANIFEST}", text)
+        self._sure.replace(f"{folder}/{MANIFEST}", text)
         pointer = seal({
-            "schema": LATEST_SCHEMA, "folder": folder.removeprefix(f"{self._name}/"), "epoch": meta.epoch,
-            "step": step, "version_sha256": document["manifest_sha256"],
+            "schema": LATEST_SCHEMA, "folder": folder.removeprefix(f"{self._name}/"), "epoch": document["epoch"],
+            "step": document["step"], "version_sha256": document["manifest_sha256"],
         })
-        text_of_pointer = json.dumps(pointer, indent=1).encode() + b"\n"
-        self._objects.replace(f"{self._name}/{LATEST}", text_of_pointer)
-        self._same(f"{self._name}/{LATEST}", text_of_pointer)
+        self._sure.replace(f"{self._name}/{LATEST}", json.dumps(pointer, indent=1).encode() + b"\n")
         entry = Entry(folder, Version.of(document, folder), document, text)
         self._entries[folder] = entry
         return entry
@@ -170,7 +145,7 @@ class Lane:
     def latest(self) -> str:
         """The folder that the pointer names, "": the pointer is missing, or cannot be read."""
         try:
-            said = json.loads(_small(self._objects, f"{self._name}/{LATEST}", MOST_POINTER))
+            said = json.loads(small(self._objects, f"{self._name}/{LATEST}", MOST_POINTER))
         except (Missing, ValueError, RecursionError):  # UserError is a ValueError
             return ""
         sound = isinstance(said, dict) and said.get("manifest_sha256") == self_hash(said)
@@ -197,19 +172,45 @@ class Lane:
     def tidy(self, rules: Rules) -> list[str]:
         """Remove what the rules let go, and attempts that were cut; returns the folders of versions that went.
 
-        Nothing goes where the pointer cannot be read, or names what is not there.
+        Nothing goes where the pointer cannot be read, or names what is not there. Deltas go before the version that
+        they are applied to.
         """
-        latest = self.latest()
+        latest, now = self.latest(), self._clock()
         whole, cut = self.entries()
         if latest not in {entry.folder for entry in whole}:
             return []
-        gone = [entry.folder for entry in expired(whole, rules, self._clock(), latest)]
+        listed = {line: self.deltas(line).listed() for line in self._lines()}
+        spans = {line: one.spans for line, one in listed.items()}
+        gone = [entry.folder for entry in expired(whole, rules, now, latest, spans)]
+        for line, some in unneeded(whole, rules, now, latest, spans).items():
+            for span in some:
+                self.deltas(line).remove(span)
+        for line, one in listed.items():
+            for name in one.cut:
+                self.deltas(line).remove_cut(name)
         for folder in [*gone, *(folder for folder in cut if folder != latest)]:
             self._moving()
             self._objects.remove(f"{folder}/{MANIFEST}")  # first: without it nothing of the rest is a version
             self._objects.remove_all(folder)
             self._entries.pop(folder, None)
+        stay = {entry.line for entry in whole if entry.folder not in gone}
+        for line in listed.keys() - stay if rules.keep or rules.seconds else ():
+            self._objects.remove_all(self._folder_of(line))  # what is left of a line without a version
         return gone
+
+    def deltas(self, line: Line) -> Deltas:
+        return Deltas(self._objects, self._folder_of(line), self._moving)
+
+    def _folder_of(self, line: Line) -> str:
+        return f"{self._name}/epoch-{line[0]}/{DELTAS}/{line[1]}"
+
+    def _lines(self) -> Iterator[Line]:
+        """That have deltas, or the text of their job."""
+        for epoch in self._objects.children(self._name):
+            if _EPOCH.fullmatch(epoch):
+                for line in self._objects.children(f"{self._name}/{epoch}/{DELTAS}"):
+                    if LINE.fullmatch(line):
+                        yield int(epoch.removeprefix("epoch-")), line
 
     def mark_diverged(self, divergence: Divergence) -> list[str]:
         """Say in the manifests of these versions that they may be wrong; returns their folders. Raises StoreError."""
@@ -221,8 +222,7 @@ class Lane:
                 continue
             document = seal({**entry.document, "status": DIVERGED})
             text = json.dumps(document, indent=1).encode() + b"\n"
-            self._objects.replace(f"{entry.folder}/{MANIFEST}", text)
-            self._same(f"{entry.folder}/{MANIFEST}", text)
+            self._sure.replace(f"{entry.folder}/{MANIFEST}", text)
             self._entries[entry.folder] = Entry(entry.folder, Version.of(document, entry.folder), document, text)
             marked.append(entry.folder)
         return marked
@@ -233,32 +233,3 @@ class Lane:
             for step in self._objects.children(f"{self._name}/{epoch}") if epoch.startswith("epoch-") else ():
                 if _FOLDER.fullmatch(f"{epoch}/{step}"):
                     yield f"{self._name}/{epoch}/{step}"
-
-    def _put(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        def watched() -> Iterator[bytes | memoryview]:
-            for piece in pieces:
-                yield piece
-                self._moving()
-
-        self._objects.put(name, watched())
-        self._moving()
-
-    def _verify(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Read back what was written. Raises StoreError: it is something else."""
-        digest, at = hashlib.sha256(), 0
-        while piece := self._objects.read(name, at, min(CHUNK, entry["bytes"] - at)):
-            digest.update(piece)
-            at += len(piece)
-            self._moving()
-        if at != entry["bytes"] or self._objects.size(name) != at or digest.hexdigest() != entry["sha256"]:
-            raise StoreError("has other bytes than those written, when it was read back", where=self._at(name),
-                             remedy="look after the store: the version was not finished, and nothing points to it")
-
-    def _same(self, name: str, text: bytes) -> None:
-        if self._objects.size(name) != len(text) or self._objects.read(name, 0, len(text)) != text:
-            raise StoreError("has other bytes than those written, when it was read back", where=self._at(name),
-                             remedy="look after the store")
-        self._moving()
-
-    def _at(self, name: str) -> str:
-        return f"{self._objects.url.rstrip('/')}/{name}"

@@ -256,7 +256,7 @@ def test_a_store_that_does_not_list_what_is_there_loses_nothing(tmp_path: Path) 
 
 def test_what_is_long_is_read_back_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once, and nothing after the end; also where a store gives less than it was asked for."""
-    monkeypatch.setattr("flowcheck.checkpoint.store.CHUNK", 16)
+    monkeypatch.setattr("flowcheck.checkpoint.read_back.CHUNK", 16)
     asked: list[tuple[int, int]] = []
 
     def read(real: Callable[..., bytes], name: str, at: int, size: int) -> bytes:
@@ -264,7 +264,7 @@ def test_what_is_long_is_read_back_in_pieces(tmp_path: Path, monkeypatch: pytest
         return real(name, at, min(size, 10))
 
     write(Lane(Lying(tmp_path, "rank-", read=read), LANE), 20, users={3: bytes(range(40))})  # type: ignore[arg-type]
-    assert asked == [(0, 16), (10, 16), (20, 16), (30, 10), (40, 0)] and found(tmp_path) == [20]
+    assert asked == [(0, 16), (10, 16), (20, 16), (30, 10)] and found(tmp_path) == [20]
     write(lane(tmp_path), 30, users={3: bytes(40)})
     assert found(tmp_path) == [20, 30]
 
@@ -322,9 +322,10 @@ def test_a_version_names_its_start_and_a_later_one_is_newer(tmp_path: Path) -> N
 # -- what goes -------------------------------------------------------------------------------------------------------
 
 
-def entry(epoch: int, step: int, stored: float = 0.0) -> Any:
+def entry(epoch: int, step: int, stored: float = 0.0, line: str = "") -> Any:
     return SimpleNamespace(order=(epoch, step, stored), stored=stored, folder=f"{epoch}/{step}/{stored}",
-                           version=SimpleNamespace(epoch=epoch, step=step))
+                           version=SimpleNamespace(epoch=epoch, step=step, status="unverified"),
+                           line=(epoch, line) if line else None)
 
 
 def gone(rules: Rules, entries: list[Any], latest: str = "", now: float = 1000.0) -> list[tuple[int, int]]:
