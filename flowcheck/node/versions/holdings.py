@@ -74,6 +74,14 @@ class Shelf:
         """Among which one that is asked for is looked for."""
         return self.look()
 
+    def makeable(self, step: int) -> list[Holding]:
+        """That can be made of this step, and is not there; `hold` takes these, too."""
+        return []
+
+    def ranges(self) -> list[dict[str, Any]]:
+        """Steps that can be had or made, for people: docs/use/rewind.md."""
+        return []
+
     def hold(self, id: str) -> Held:
         """Pin a version, or touch one that is held. Raises Gone, Pressed, Withheld."""
         self.expire()

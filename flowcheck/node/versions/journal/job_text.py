@@ -32,12 +32,20 @@ class JobText:
     plan: str
 
     def text(self) -> str:
-        return json.dumps({"body": dict(self.body), "run": list(self.run), "first": self.first, "plan": self.plan})
+        return json.dumps(self.said)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        return {"body": dict(self.body), "run": list(self.run), "first": self.first, "plan": self.plan}
 
     @classmethod
     def of(cls, text: str) -> Self:
         """Raises ValueError, KeyError, TypeError."""
-        said = json.loads(text)
+        return cls.of_said(json.loads(text))
+
+    @classmethod
+    def of_said(cls, said: Mapping[str, Any]) -> Self:
+        """As of `of`."""
         run_id, epoch, ranks = said["run"]
         return cls(said["body"], (run_id, epoch, ranks), said["first"], said["plan"])
 

@@ -1,6 +1,7 @@
 """A step made again on the node: a base, and then the follower's own update for each iteration after it.
 
     path = remake(folder, base, step, threads, say)      a checkpoint; raises FlowcheckError: it cannot be made
+    path = made_of(job, base, following, out, ...)      the same of a base and entries that lie elsewhere
 
 Each entry's sums are checked as it is read. Where its record brings checksums of the trainer the version is compared
 with them: one that differs is not offered, nor is any after it. A step is `verified` if its own checksums matched,
@@ -9,8 +10,10 @@ with them: one that differs is not offered, nor is any after it. A step is `veri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from flowcheck.checkpoint.directory import MANIFEST, load_step, read_step_manifest, step_path
 from flowcheck.control.version import Version
@@ -19,43 +22,53 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.job.clock import Clock
 from flowcheck.job.version_status import FOLLOWS, VERIFIED, VersionStatus
 from flowcheck.journal.reader import RingReader
-from flowcheck.node.versions.journal.entries import KeptEntry, read
+from flowcheck.node.versions.journal.entries import KeptEntry, line_of, read
 from flowcheck.node.versions.journal.folders import Folder, Place
 from flowcheck.node.versions.journal.job_text import JobText, planned
 from flowcheck.rebuild.version.again import again
 from flowcheck.rebuild.version.replica import JobReplica, ReplicaOptions
 from updater.errors import UpdaterError
 
-__all__ = ["remake"]
+__all__ = ["WORK", "made_of", "remake"]
 
 WORK = "work"
+Following = Callable[[Sequence[int]], Iterable[tuple[bytes, list[np.ndarray]]]]
 
 
 def remake(
     folder: Folder, base: Place, step: int, threads: int, say: Callable[[int], None] = lambda made: None
 ) -> Path:
     """say: how many steps are made. Memory: two states and two entries."""
-    where = str(folder.path)
     try:
         job = JobText.of(folder.job.read_text())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise FlowcheckError(f"cannot be read: {error}", where=str(folder.job)) from None
+    reader, out = RingReader(folder.ring), folder.made_of(base.line)
+    for above in (out.parent, out):
+        above.mkdir(0o700, exist_ok=True)
+    return made_of(job, base, reader.following, out, folder.path / WORK, step, threads, say, str(folder.path))
+
+
+def made_of(
+    job: JobText, base: Place, following: Following, out: Path, work: Path, step: int, threads: int,
+    say: Callable[[int], None], where: str,
+) -> Path:
+    """following: head and spans of iterations, as of RingReader.following. out: the directory that it is to lie in. work:
+    one on the same disk, for what is half."""
     loaded, plan = load_step(base.path), planned(job)
     begun = Version.of(read_step_manifest(base.path), str(base.path / MANIFEST))
     plan.job.run_id, plan.job.epoch = begun.run_id, begun.epoch
     replica = JobReplica(plan, None, ReplicaOptions(slots=2, threads=threads, buffers=True, start=begun.start))
     if replica.absent:
         raise FlowcheckError(replica.absent, where=where)
-    work = folder.path / WORK
     remove_tree(work)
     try:
         replica.start(loaded.parameters, loaded.optimizer_state, loaded.step)
         del loaded
-        made = _Made(replica, begun)
-        clock, numbers = Clock(job.first), range(begun.step, step)
-        for number, kept in zip(numbers, RingReader(folder.ring).following(numbers), strict=True):
-            entry = read(*kept)
-            if (entry.line, entry.number) != (base.line, number):
+        made, clock, numbers = _Made(replica, begun), Clock(job.first), range(begun.step, step)
+        for number, (head, spans) in zip(numbers, following(numbers), strict=True):
+            entry = read(head, spans)
+            if (line_of(head, job.plan), entry.number) != (base.line, number):
                 raise FlowcheckError(f"iteration {number} is of another line of versions", where=where)
             again(replica, plan, clock.iteration(number), entry.made.record, entry.made.buckets, number, where)
             made.take(entry, number + 1, where)
@@ -63,9 +76,7 @@ def remake(
         with replica.pinned() as version:
             written = replica.write(work, made.unproven, version, str(made.status), begun.shard, matches=made.matches,
                                     vouch=lambda run_id, epoch: begun.attached)
-        path = step_path(folder.made_of(base.line), step)
-        for above in (path.parent.parent, path.parent):
-            above.mkdir(0o700, exist_ok=True)
+        path = step_path(out, step)
         adopt(written, path)
     except UpdaterError as error:
         raise FlowcheckError(f"step {step} cannot be made: {error}", where=where) from None

@@ -13,24 +13,20 @@ one thread; what follows that process has its own.
 
 from __future__ import annotations
 
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from flowcheck.ask.offer import JOURNAL, Offer
 from flowcheck.durable import remove_tree
-from flowcheck.errors import FlowcheckError
 from flowcheck.job.version_status import VersionStatus
-from flowcheck.node.process.child import let_go, start
-from flowcheck.node.versions.held import Gone, Held, Holding, OnDisk, inode_of
+from flowcheck.node.process.child import start
+from flowcheck.node.versions.held import Held, Holding, OnDisk, inode_of
 from flowcheck.node.versions.holdings import Pressed, Shelf, id_of, in_order, offered
-from flowcheck.node.versions.journal.border import MODULE, RemakeSettings, Said
+from flowcheck.node.versions.journal.border import MODULE, RemakeSettings
 from flowcheck.node.versions.journal.folders import Folder, Place, folders_in
+from flowcheck.node.versions.journal.making import Making
 from flowcheck.node.versions.journal.reach import Reach, reach_of
 
 __all__ = ["JournalShelf"]
@@ -130,113 +126,17 @@ class JournalShelf(Shelf):
         wanted = self._wanted.get(holding.offer.id)
         if wanted is None:
             return OnDisk(holding, self._now())
-        if any(isinstance(one, _Making) and one.busy for one in self._held.values()):
+        if any(isinstance(one, Making) and one.busy for one in self._held.values()):
             raise Pressed("another step is being made again: one at a time", where=f"step {holding.offer.step}")
         _, folder, base = wanted
         reading = {one.path for one in self._held.values()}
         for old in folder.made:
             if old.path not in reading:
                 remove_tree(old.path)
-        return _Making(holding, folder, base, self)
+        settings = RemakeSettings(
+            cores=self.cores, folder=folder.path, line=base.line, base=base.step, path=base.path,
+            step=holding.offer.step, threads=len(self.cores) or 1)
+        return Making(holding, lambda: start(MODULE, settings, blocking=True), base.step, self._now, self._note)
 
-
-class _Making(Held):
-    """A step that is made, and then read as any on disk."""
-
-    making = True
-
-    def __init__(self, holding: Holding, folder: Folder, base: Place, shelf: JournalShelf) -> None:
-        super().__init__(holding, shelf._now())
-        self._shelf, self._base, self._done = shelf, base, 0
-        self._coming: Future[bytes] = Future()
-        self._there: OnDisk | None = None
-        self._over = ""
-        self.busy = 1
-        step = holding.offer.step
-        try:
-            self._process = start(MODULE, RemakeSettings(
-                cores=shelf.cores, folder=folder.path, line=base.line, base=base.step, path=base.path, step=step,
-                threads=len(shelf.cores) or 1), blocking=True)
-        except OSError as error:
-            raise Gone(f"cannot be made: {error.strerror or error}", where=f"step {step}") from None
-        threading.Thread(target=self._follow, args=(self._process,), daemon=True, name="flowcheck remake").start()
-
-    def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        """On a thread of its own, until the process has ended."""
-        why = "the process that made it has ended"
-        assert process.stdout is not None
-        for line in process.stdout:
-            try:
-                said = Said.model_validate_json(line)
-            except ValueError:
-                continue  # what a library prints
-            self._done, why = max(said.steps, self._done), said.why or why
-            if said.path is not None:
-                why = self._take(said.path, said.seconds) or why
-        process.wait()
-        let_go(process)
-        if self._there is None:
-            self._over = why
-            with suppress(InvalidStateError):
-                self._coming.set_exception(Gone(f"cannot be made: {why}", where=f"step {self.offer.step}"))
-        self.busy = 0
-
-    def _take(self, path: Path, seconds: float) -> str:
-        """It is made. Why it cannot be read, "": it can."""
-        self._shelf.step_seconds = seconds / (self.offer.step - self._base.step)
-        try:
-            there = OnDisk(Holding(self.offer, path, inode_of(path)), time.monotonic())
-            text = there.manifest()
-        except FlowcheckError as error:
-            return error.what
-        self._began = self._read = self._shelf._now()
-        self._there = there
-        with suppress(InvalidStateError):  # it was let go
-            self._coming.set_result(text)
-        return ""
-
-    def begin(self) -> Future[bytes]:
-        return self._coming
-
-    def manifest(self) -> bytes:
-        return self._coming.result()
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """As if bytes of it came with each step that is made."""
-        of = self.offer.step - self._base.step
-        return self.offer.nbytes * self._done // of, self.offer.nbytes
-
-    @property
-    def under_way(self) -> str:
-        of = self.offer.step - self._base.step
-        return f"it is being made again from step {self._base.step}: {self._done} of {of} steps so far"
-
-    def is_due(self, now: float) -> bool:
-        return not self.busy and super().is_due(now)
-
-    def is_gone(self) -> bool:
-        """One that failed stays for as long as any that nobody reads: whoever asks again hears why."""
-        return self._there is not None and self._there.is_gone()
-
-    def _read_from(self) -> OnDisk:
-        if self._there is None:
-            raise Gone(self._over or "is not made yet: its manifest says when it is", where=f"step {self.offer.step}")
-        return self._there
-
-    def size(self, file: str) -> int:
-        return self._read_from().size(file)
-
-    def read(self, file: str, first: int, count: int) -> bytes:
-        return self._read_from().read(file, first, count)
-
-    def user(self, rank: int) -> bytes:
-        return self._read_from().user(rank)
-
-    def close(self) -> None:
-        if self.busy:
-            self._process.kill()  # its thread sees the end
-        with suppress(InvalidStateError):
-            self._coming.set_exception(Gone("was let go", where=f"step {self.offer.step}"))
-        if self._there is not None:
-            self._there.close()
+    def _note(self, seconds: float) -> None:
+        self.step_seconds = seconds
