@@ -107,7 +107,7 @@ class RingReader:
     @property
     def numbers(self) -> list[int]:
         """Iterations whose entries are there: heads and spans are looked at by others."""
-        return [place.one.number for place in self._whole([])]
+        return [place.one.number for place in self._whole([], [*self._places.values()])]
 
     def read(self, number: int, memory: Memory | None = None) -> tuple[bytes, list[np.ndarray]]:
         """Head and spans (uint8, in the order offered) of an iteration. memory: in which they lie, and those that were

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from flowcheck.node.config.store import Store
 from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.process.child import Program
 from flowcheck.node.process.lines import Line, Order, Settings
 
-__all__ = ["PROGRAM", "ApiSettings", "OtherKeys", "Parity", "StorePlace"]
+__all__ = ["PROGRAM", "ApiSettings", "OtherKeys", "Parity"]
 
 Keys = dict[str, tuple[str, ...]]
 
@@ -25,16 +25,12 @@ class Parity(Line):
     placement: Path
 
 
-class StorePlace(Line):
-    url: str
-    options: dict[str, Any]
-
-
 class ApiSettings(Settings):
     """keys: by key, the roles that show it. tls: certificate and its key. node: its name. replicas, checkpoints,
-    copies, journals: where versions lie; None: there are none. reserved: slots that others read. follows: jobs. shadow:
-    checksums that must have matched. shown: the key that it proves to others. names: that others may call it. limits:
-    of connections. socket, board: descriptors; board -1: without one."""
+    copies, journals: where versions lie; None: there are none. made: where those do that are made of the store.
+    reserved: slots that others read. follows: jobs. shadow: checksums that must have matched. shown: the key that it
+    proves to others. names: that others may call it. limits: of connections. socket, board: descriptors; board -1:
+    without one."""
 
     keys: Keys
     tls: tuple[Path, Path] | None
@@ -46,7 +42,8 @@ class ApiSettings(Settings):
     shadow: int
     copies: Path | None
     journals: Path | None
-    store: StorePlace | None
+    made: Path
+    store: Store | None
     parity: Parity | None
     shown: str
     names: tuple[str, ...]

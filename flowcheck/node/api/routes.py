@@ -46,7 +46,7 @@ from starlette.types import ASGIApp
 
 from flowcheck import __version__
 from flowcheck.ask.logs import FILE as LOG_FILE
-from flowcheck.ask.offer import COPY, DISK, JOURNAL, LATER, LOG, MEMORY, PARITY, Offer
+from flowcheck.ask.offer import COPY, DISK, JOURNAL, LATER, LOG, MEMORY, PARITY, STORE, Offer
 from flowcheck.ask.offer import OWN as OF_ITS_OWN
 from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
 from flowcheck.control.messages import MOST_RANKS
@@ -66,7 +66,6 @@ from flowcheck.node.versions.divergences import Notices
 from flowcheck.node.versions.held import Gone, Held, Holding
 from flowcheck.node.versions.holdings import Pressed, Shelf, Withheld
 from flowcheck.node.versions.journal.log_shelf import LogHeld
-from flowcheck.node.versions.journal.shelf import JournalShelf
 
 __all__ = ["make_app"]
 
@@ -75,6 +74,7 @@ LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
 TIDY_SECONDS = 60.0
 HASH_SECONDS = 0.5  # that a question waits for hashes: less than anybody waits for a byte
+MAKING = (JOURNAL, STORE)  # tiers that make steps again
 OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
 Said = dict[str, Any]  # of a version: the fields of ask.offer.Offer
 
@@ -168,24 +168,24 @@ class _Api:
 
     async def _status(self, request: Request) -> Response:
         offers, withheld, absent = await self._look()
-        journals = await self._journals() if JOURNAL not in absent else None
+        journals, _ = await self._journals([tier for tier in MAKING if tier not in absent])
         return JSONResponse({"newest": _newest(offers), "withheld": _newest(withheld), "absent": absent,
-                             "journals": journals or []})
+                             "journals": journals})
 
     async def _rewind(self, request: Request) -> Response:
-        journals = await self._journals()
-        if journals is None:
-            raise Pressed("the journal did not answer", where=f"within {LOOK_SECONDS:g} s")
+        journals, absent = await self._journals()
+        if absent:
+            raise Pressed(f"the {' and the '.join(absent)} did not answer", where=f"within {LOOK_SECONDS:g} s")
         return JSONResponse({"journals": journals})
 
-    async def _journals(self) -> list[Said] | None:
-        """What each can make; None: that was not said in time."""
-        if not isinstance(shelf := self._shelves.get(JOURNAL), JournalShelf):
-            return []
-        asked = self._looked(JOURNAL, shelf.ranges, "ranges")
-        if asked is not None:
-            await asyncio.wait([asked], timeout=LOOK_SECONDS)
-        return asked.result() if asked is not None and asked.done() and not _refused(asked) else None
+    async def _journals(self, tiers: Collection[str] = MAKING) -> tuple[list[Said], list[str]]:
+        """What can be made of journals, and of gradients in a store; tiers that did not say so in time."""
+        asked = {tier: self._looked(tier, self._shelves[tier].ranges, "ranges") for tier in MAKING
+                 if tier in tiers and tier in self._shelves}
+        if waited := [task for task in asked.values() if task is not None]:
+            await asyncio.wait(waited, timeout=LOOK_SECONDS)
+        there = {tier: task for tier, task in asked.items() if task is not None and task.done() and not _refused(task)}
+        return [one for task in there.values() for one in task.result()], [one for one in asked if one not in there]
 
     async def _versions(self, request: Request) -> Response:
         step = request.query_params.get("step", "")
@@ -207,7 +207,7 @@ class _Api:
         """What can be had, the run and line that live first, of them the newest; what is there and is not offered;
         tiers that did not say so in time. step: also what can be made of this one."""
         shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
-        asked = {tier: self._looked(tier, partial(shelf.having, step), step) if isinstance(shelf, JournalShelf)
+        asked = {tier: self._looked(tier, partial(shelf.having, step), step) if tier in MAKING
                  else self._looked(tier, shelf.look) for tier, shelf in shelves.items()}
         if waited := [task for task in asked.values() if task is not None]:
             await asyncio.wait(waited, timeout=LOOK_SECONDS)

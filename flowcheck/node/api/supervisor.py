@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from flowcheck.control.proof import node_key
-from flowcheck.node.api.border import PROGRAM, ApiSettings, OtherKeys, Parity, StorePlace
+from flowcheck.node.api.border import PROGRAM, ApiSettings, OtherKeys, Parity
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.listening import listen
@@ -48,7 +48,7 @@ class Serving:
             checkpoints=config.output.directory, cores=tuple(sorted(os.sched_getaffinity(0) - config.pinned)),
             reserved=int(store is not None), follows=bool(config.capture), shadow=config.api.shadow,
             copies=config.copies, journals=config.journals,
-            store=StorePlace(url=store.url, options=store.options) if store is not None else None,
+            store=store, made=config.made,
             parity=_parity(config), names=_names(config), socket=descriptor, board=board,
             limits=Limits(config.api.connections, config.api.strangers, config.api.strangers_per_address),
         ), say, [descriptor] if board < 0 else [descriptor, board])

@@ -38,6 +38,7 @@ from flowcheck.node.process.child import begun, guarded, orders
 from flowcheck.node.protect.parity_shelf import OTHERS_SECONDS, ParityShelf, Placed, StreamShelf
 from flowcheck.node.status.board import Glance
 from flowcheck.node.status.heartbeat import BEAT_SECONDS, beat, silent_output
+from flowcheck.node.store.made import StoredSteps
 from flowcheck.node.store.shelf import StoreShelf
 from flowcheck.node.tokens import vouched
 from flowcheck.node.versions.divergences import Notices
@@ -232,7 +233,8 @@ def _shelves(said: ApiSettings, settings: _Settings) -> tuple[dict[str, Shelf], 
     if said.journals is not None:
         shelves[JOURNAL] = JournalShelf(said.journals, said.cores, needs=needs)
     if (store := said.store) is not None:
-        shelves[STORE] = StoreShelf(store.url, lambda: open_store(store.url, store.options), needs=needs)
+        shelves[STORE] = StoreShelf(store.url, lambda: open_store(store.url, store.options), needs=needs,
+                                    steps=StoredSteps(store, said.made, said.cores))
     return shelves, streams
 
 

@@ -23,7 +23,7 @@ from dataplane.pydpdk.eal import available_bytes, free_huge_pages
 from flowcheck.control.protocol import PEER_BYTES
 from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.node.check.journal_figures import JournalFigures
+from flowcheck.node.check.journal_figures import JournalFigures, StoreFigures
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.config.nodes import meant_by
 from flowcheck.node.doors.files import OTHERS, most_descriptors
@@ -93,7 +93,8 @@ class Budget:
     HOST:PORT of the machines that it means. inboxes: of what trainers have sent and groups have not handled, at most,
     but for one state
     of a whole job. ordinary: bytes of ordinary memory that captures and these take. left: CPUs that no thread
-    is pinned to. notes: what is unwise. problems: what cannot be. journal: if one is kept."""
+    is pinned to. notes: what is unwise. problems: what cannot be. journal: if one is kept. store: if its
+    gradients go there."""
 
     huge: bool
     captures: tuple[CaptureFigures, ...]
@@ -112,6 +113,7 @@ class Budget:
     notes: tuple[str, ...]
     problems: tuple[FlowcheckError, ...]
     journal: JournalFigures | None = None
+    store: StoreFigures | None = None
 
 
 def ask(config: NodeConfig, planned: Sequence[PlannedCapture], root: Path = Path("/")) -> MachineFacts:

@@ -23,7 +23,13 @@ from flowcheck.durable import check_writable
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, size_text
 from flowcheck.job.manifest import load_job
 from flowcheck.node.check.budget import EXAMPLE_MBPS, Budget, ask, budget
-from flowcheck.node.check.journal_figures import JournalFigures, journal_figures, problem_of
+from flowcheck.node.check.journal_figures import (
+    JournalFigures,
+    StoreFigures,
+    journal_figures,
+    problem_of,
+    store_figures,
+)
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.unattended import unattended_jobs
 from flowcheck.node.listening import check_address
@@ -74,7 +80,10 @@ def check(config: NodeConfig, as_json: bool, job: Path | None = None, seconds: f
     if config.journal is not None:
         figures = journal_figures(config.journal, config.groups, plan_job(load_job(job)) if job else None, seconds)
         wrong = problem_of(config.journal, figures)
-        made = replace(made, journal=figures, problems=(*made.problems, *([wrong] if wrong is not None else [])))
+        store = config.store
+        to_store = store_figures(store, figures) if store is not None and store.deltas else None
+        made = replace(made, journal=figures, store=to_store,
+                       problems=(*made.problems, *([wrong] if wrong is not None else [])))
     if as_json:
         typer.echo(json.dumps(asdict(made) | {"problems": [str(problem) for problem in made.problems]}))
     else:
@@ -122,6 +131,8 @@ def show(made: Budget, console: Console) -> None:
     ])
     if made.journal is not None:
         _show_journal(made.journal, console)
+    if made.store is not None:
+        _show_store(made.store, console)
     if made.switches:
         print_table(console, [Column("switch"), Column("machines", folds=True)], [
             [key, ", ".join(addresses)] for key, addresses in made.switches.items()
@@ -149,6 +160,16 @@ def _show_journal(made: JournalFigures, console: Console) -> None:
         [f"journals of all groups in {made.directory}, MB{', in memory' if made.memory else ''}", _mb(made.room)],
         ["free there, MB", _mb(made.free)],
     ])
+
+
+def _show_store(made: StoreFigures, console: Console) -> None:
+    columns = [Column("to the store, of one group", folds=True), Column("GB/s", number=True),
+               Column("per day", number=True)]
+    print_table(console, columns, [[what, f"{rate / 1e9:.3f}", size_text(int(day))] for what, rate, day in (
+        (f"store.deltas: gradients, and a base every {made.every:,} steps", made.deltas, made.deltas_day),
+        ("without: a version each time one is due", made.whole, made.whole_day),
+        ("the same without: each step as a version", made.each, made.each_day),
+    )])
 
 
 def _mb(size: int) -> str:

@@ -1,6 +1,7 @@
 """What a journal would take, and how far back it would reach: a part of `flowcheck-node --check`.
 
     figures = journal_figures(settings, groups, job, seconds)      job: its plan; None: an example stands for it
+    store_figures(store, figures)                                  what goes from it to the store, if gradients do
 
 A journal writes the gradients of every iteration once. Where no job is known an iteration of EXAMPLE_BYTES and a model
 of as many parameters stand for it; what is printed says so.
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.job.model import LOG
 from flowcheck.node.config.journal import JournalSettings
+from flowcheck.node.config.store import Store
 from flowcheck.node.groups.checks import STAGED
 from flowcheck.node.versions.journal.room import room_of, sizes_of, too_little, wants
 from flowcheck.rebuild.plan import JobPlan
 from updater.ring import file_system
 
-__all__ = ["EXAMPLE_BYTES", "JournalFigures", "journal_figures", "problem_of"]
+__all__ = ["EXAMPLE_BYTES", "JournalFigures", "StoreFigures", "journal_figures", "problem_of", "store_figures"]
 
 EXAMPLE_BYTES = 1 << 30  # of gradients of an iteration
 STATE = 3  # times the gradients in fp32: parameters and two moments
@@ -49,6 +51,30 @@ class JournalFigures:
     room: int
     free: int
     memory: bool
+
+
+@dataclass(frozen=True)
+class StoreFigures:
+    """Of one group, bytes per second and per day. every: steps from a base to the next. deltas: gradients, and a base
+    each time it is due. whole: without gradients, a version whenever one is due. each: every step as a whole version.
+    All of it is read back, too."""
+
+    every: int
+    deltas: float
+    deltas_day: float
+    whole: float
+    whole_day: float
+    each: float
+    each_day: float
+
+
+def store_figures(store: Store, made: JournalFigures) -> StoreFigures:
+    """store: with `deltas`."""
+    due = store.every or max(1, round(store.minutes * 60 / made.seconds))
+    every = -(-due // max(made.back, 1)) * max(made.back, 1)  # bases are the journal's
+    rates = [made.entry / made.seconds + made.state / (every * made.seconds), made.state / (due * made.seconds),
+             made.state / made.seconds]
+    return StoreFigures(every, *(figure for rate in rates for figure in (rate, rate * DAY)))
 
 
 def journal_figures(

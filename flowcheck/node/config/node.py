@@ -189,6 +189,8 @@ class NodeConfig(Table):
 
     @model_validator(mode="after")
     def _kept(self) -> Self:
+        if self.store is not None and self.store.deltas and self.journal is None:
+            raise wrong("store.deltas", "is true, and there is no [journal]: its gradients are what goes there")
         if self.common.nodes and self.replica.slots < 3:
             raise wrong("replica.slots", f"{self.replica.slots} leave none to keep a version in for the nodes of"
                          " common.nodes: 3 at least, better 4")
@@ -203,6 +205,12 @@ class NodeConfig(Table):
     def journals(self) -> Path | None:
         """Where the journals of this node's groups lie, if it keeps any."""
         return self.journal.directory / f"flowcheck-{self.name}.journal" if self.journal is not None else None
+
+    @property
+    def made(self) -> Path:
+        """Where steps lie that are made of what is in the store."""
+        root = self.journal.directory if self.journal is not None else self.output.directory
+        return root / f"flowcheck-{self.name}.made"
 
     @property
     def shadow(self) -> int:

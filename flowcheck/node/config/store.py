@@ -31,15 +31,17 @@ class Store(Table):
     - url: of a directory or of anything that fsspec reaches; options: for its implementation.
     - every: write each K-th version there; 0: not by steps.
     - minutes: write the newest version whenever so many have passed; 0: not by time.
+    - deltas: between two versions the gradients of the journal go there, of which each step can be made.
     - keep: so many newest versions stay.
     - keep_hours: versions that are not older stay.
-    - keep_every: the first version in each stretch of so many steps stays.
+    - keep_every: the first version in each stretch of so many steps stays; with deltas, what its first step is made of.
     - seconds: without a byte, after which the store counts as one that hangs.
     """
 
     url: Annotated[str, Field(min_length=1, max_length=2048)]
     every: Annotated[int, Field(ge=0)] = 0
     minutes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    deltas: bool = False
     keep: Annotated[int, Field(ge=0)] = 0
     keep_hours: Annotated[float, Field(ge=0)] = 0.0
     keep_every: Annotated[int, Field(ge=0)] = 0

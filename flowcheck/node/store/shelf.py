@@ -1,6 +1,7 @@
 """Versions in a store, as a node offers them: after those in its memory and on its disk (versions/holdings.py).
 
-    shelf = StoreShelf(url, lambda: open_store(url, options))
+    shelf = StoreShelf(url, lambda: open_store(url, options), steps=StoredSteps(...))
+    shelf.having(step)                  also what can be made of deltas; the first question for one makes it (made.py)
 
 What the store lists is not believed. A version is offered when its manifest was read, the manifest's own hash is right,
 and its objects have the sizes that it says; the bytes are held against its hashes by whoever takes them. What the
@@ -16,15 +17,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from flowcheck.ask.offer import STORE, Offer, spans
+from flowcheck.ask.offer import spans
 from flowcheck.checkpoint.objects import Missing, Objects, StoreError
 from flowcheck.checkpoint.store import Entry, Lane, read_entry, user_object
 from flowcheck.checkpoint.users import users_of
 from flowcheck.control.user_state import USER_BYTES
 from flowcheck.errors import UserError
-from flowcheck.node.versions.held import Gone, Held, Holding
-from flowcheck.node.versions.holdings import Shelf, id_of
+from flowcheck.node.store.made import StoredSteps, offer_of
+from flowcheck.node.versions.held import Gone, Held, Holding, OnDisk
+from flowcheck.node.versions.holdings import Pressed, Shelf
+from flowcheck.node.versions.journal.making import Making
 
 __all__ = ["StoreShelf"]
 
@@ -38,10 +42,11 @@ class StoreShelf(Shelf):
     """open: called once, on a thread. Everything below the URL is offered, whichever node wrote it."""
 
     def __init__(
-        self, url: str, open: Callable[[], Objects], now: Callable[[], float] = time.monotonic, needs: int = 0
+        self, url: str, open: Callable[[], Objects], now: Callable[[], float] = time.monotonic, needs: int = 0,
+        steps: StoredSteps | None = None,
     ) -> None:
         super().__init__(now, needs)
-        self._url, self._open = url, open
+        self._url, self._open, self._steps = url, open, steps
         self._objects: Objects | None = None
         self._entries: dict[str, Entry] = {}
         self._known: list[Holding] = []
@@ -59,12 +64,29 @@ class StoreShelf(Shelf):
             raise StoreError(f"no answer within {LOOK_SECONDS:g} s", where=self._url)
         if self._error is not None:
             raise StoreError(str(self._error).split("\n", 1)[0], where=self._url) from None
-        return self._known
+        return [*self._known, *(self._steps.made if self._steps is not None else ())]
 
     def known(self) -> list[Holding]:
-        return self._known or self.look()
+        steps = self._steps
+        return [*(self._known or self.look()), *([*steps.made, *steps.wanted] if steps is not None else ())]
+
+    def having(self, step: int | None) -> list[Holding]:
+        found = self.look()
+        if self._steps is None or step is None:
+            return found
+        there = [one.offer for one in found if one.offer.step == step]
+        return [*found, *self._steps.makeable(step, {(one.run_id, one.epoch, one.shard) for one in there})]
+
+    def ranges(self) -> list[dict[str, Any]]:
+        return self._steps.ranges() if self._steps is not None else []
 
     def _pin(self, holding: Holding) -> Held:
+        if holding.inode:
+            return OnDisk(holding, self._now())
+        if self._steps is not None and self._steps.is_wanted(holding):
+            if any(isinstance(one, Making) and one.busy for one in self._held.values()):
+                raise Pressed("another step is being made again: one at a time", where=f"step {holding.offer.step}")
+            return self._steps.begin(holding, self._now, {one.path for one in self._held.values()})
         entry = self._entries.get(str(holding.path))
         if entry is None or self._objects is None:
             raise Gone("is there no more", where=f"step {holding.offer.step}, {holding.offer.tier}")
@@ -77,8 +99,12 @@ class StoreShelf(Shelf):
             if self._objects is None:
                 self._objects = self._open()
             found = list(self._found(self._objects))
+            if self._steps is not None:
+                self._steps.look(self._objects, found)
             self._known = sorted(
-                (Holding(_offer(self._url, one), Path(one.folder), 0, one.version.attached) for one in found),
+                (Holding(offer_of(self._url, one, one.version.step, one.version.status,
+                                  spans(users_of(one.document))), Path(one.folder), 0, one.version.attached)
+                 for one in found),
                 key=lambda one: (-one.offer.epoch, -one.offer.step, str(one.path)),
             )
             self._entries = {one.folder: one for one in found}
@@ -175,12 +201,3 @@ class _InStore(Held):
 
     def close(self) -> None:
         self._block = "", 0, b""
-
-
-def _offer(url: str, entry: Entry) -> Offer:
-    one = entry.version
-    return Offer(
-        id_of(STORE, Path(f"{url}/{entry.folder}"), 0, one.step), STORE, one.run_id, one.epoch, one.step, one.shard,
-        one.status, one.nbytes, spans(users_of(entry.document)), matches=one.matches,
-        start=one.start,
-    )

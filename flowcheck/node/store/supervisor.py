@@ -61,5 +61,5 @@ def _settings(config: NodeConfig, probe: bool) -> StoreSettings:
     return StoreSettings(
         node=config.name, replicas=config.replica.directory, probe=probe, store=config.store,
         cores=tuple(sorted(os.sched_getaffinity(0) - config.pinned)), token_file=config.token_files.get(PEER),
-        readable_by=config.output.readable_by,
+        readable_by=config.output.readable_by, journals=config.journals if config.store.deltas else None,
     )

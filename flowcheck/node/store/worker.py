@@ -2,8 +2,9 @@
 
 stdin: one line of JSON, its settings; it ends when stdin does. stdout: events, a line of JSON each. It looks into the
 replica files many times a second, pins what is due and uploads it on a thread of the group's own, so whatever a store
-does, the node sees a pinned slot and nothing else. A store from which no byte moves for `seconds` ends this process:
-a thread that hangs cannot be ended in another way, and with the process the pins go.
+does, the node sees a pinned slot and nothing else. With `deltas` it reads the node's journals, too (journals.py). A
+store from which no byte moves for `seconds` ends this process: a thread that hangs cannot be ended in another way, and
+with the process the pins go.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flowcheck.ask.offer import Offer
 from flowcheck.checkpoint.directory import Meta
 from flowcheck.checkpoint.objects import Objects, open_store
-from flowcheck.checkpoint.store import UNNAMED, Lane, Rules
+from flowcheck.checkpoint.store import Lane
 from flowcheck.control.divergence import Divergence
 from flowcheck.control.proof import node_key, voucher
 from flowcheck.control.start import line_of
 from flowcheck.durable import let_read
 from flowcheck.errors import FlowcheckError, said_of
-from flowcheck.node.config.store import Store
 from flowcheck.node.config.tokens import read_token
 from flowcheck.node.process.child import Lines, begun, guarded
 from flowcheck.node.store.border import EVENTS, StoreSettings
+from flowcheck.node.store.journals import JournalUploads
+from flowcheck.node.store.turns import FIRST_PAUSE, LONGEST_PAUSE, Turns, Wants, lane_name
 from flowcheck.node.versions.divergences import Notices
 from flowcheck.node.versions.held import Gone, Holding, files_of, inode_of
 from flowcheck.node.versions.holdings import MemoryShelf
-from flowcheck.node.versions.runs import run_folder
 from flowcheck.node.versions.user_states import GATHER_SECONDS, ranks_in, steps_of, user_folder, users_in
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
@@ -45,30 +47,8 @@ __all__ = ["HUNG", "Persister", "Wants", "lane_name", "main"]
 LOOK_SECONDS = 0.02
 END_SECONDS = 4.0  # that an upload has to end, when the node does
 HUNG = 75  # exit status: the store does not answer
-FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds after an attempt that failed
 MARGIN = 1.25  # an upload has to be done before the next is due by this factor
 MOST_LEFT_OUT = 1 << 20
-
-
-@dataclass(frozen=True)
-class Wants:
-    """What is to be written, and what stays: as config/store.py's Store. seconds: that a store may be silent."""
-
-    every: int = 0
-    minutes: float = 0.0
-    rules: Rules = field(default_factory=Rules)
-    seconds: float = 60.0
-
-    @classmethod
-    def of(cls, store: Store) -> Wants:
-        return cls(store.every, store.minutes, Rules(store.keep, store.keep_hours * 3600, store.keep_every),
-                   store.seconds)
-
-
-def lane_name(node: str, shard: str, run_id: str) -> str:
-    """Where a run of a group lies in the store."""
-    parts = (f"%2E{part[1:]}" if part.startswith(".") else part for part in (node, shard or UNNAMED))
-    return "/".join((*parts, run_folder(run_id, 0).parent.name))
 
 
 @dataclass
@@ -91,16 +71,18 @@ class _Upload:
 
 
 class Persister:
-    """shelf: the node's replicas. say(event, **fields). now: seconds for what is due; wall: of the day."""
+    """shelf: the node's replicas. say(event, **fields). now: seconds for what is due; wall: of the day.
+    covered: are versions like this one in the store by other ways?"""
 
     def __init__(
         self, objects: Objects, shelf: MemoryShelf, node: str, wants: Wants, say: Callable[..., None],
         now: Callable[[], float] = time.monotonic, wall: Callable[[], float] = time.time,
+        turns: Turns | None = None, covered: Callable[[Offer], bool] = lambda offer: False,
     ) -> None:
+        self._turns, self._covered = turns or Turns(), covered
         self._objects, self._shelf, self._node, self._wants = objects, shelf, node, wants
         self._say, self._now, self._wall = say, now, wall
         self._uploads: dict[tuple[Path, int], _Upload] = {}
-        self._turns: dict[str, threading.Lock] = {}  # by lane
         self._marked: set[Divergence] = set()
         self._marking: threading.Thread | None = None
         self._mark_again = float("-inf")
@@ -113,6 +95,8 @@ class Persister:
             there.setdefault((holding.path, holding.inode), []).append(holding)
         for key, holdings in there.items():
             upload = self._uploads.setdefault(key, _Upload(holdings[0].offer.shard, self._first))
+            if self._covered(max(holdings, key=lambda one: one.offer.step).offer):
+                continue
             if (holding_due := self._due(upload, {one.offer.step: one for one in holdings})) is not None:
                 self._begin(upload, holding_due)
         for key in [key for key, one in self._uploads.items() if key not in there and not _alive(one)]:
@@ -134,7 +118,7 @@ class Persister:
         for one in found:
             name = lane_name(self._node, one.shard, one.run_id)
             try:
-                with self._turns.setdefault(name, threading.Lock()):  # after what is on its way
+                with self._turns.of(name):  # after what is on its way
                     if folders := Lane(self._objects, name).mark_diverged(one):
                         self._say("marked", name=one.shard, steps=len(folders), newest=one.last,
                                   path=f"{self._objects.url.rstrip('/')}/{name}")
@@ -219,10 +203,7 @@ class Persister:
     ) -> None:
         with stack:
             name = lane_name(self._node, holding.offer.shard, holding.offer.run_id)
-            turn = self._turns.setdefault(name, threading.Lock())
-            while not turn.acquire(timeout=LOOK_SECONDS):  # replicas of one run, one after the other
-                upload.moved = self._now()
-            stack.callback(turn.release)
+            stack.enter_context(self._turns.of(name, lambda: setattr(upload, "moved", self._now())))
             try:
                 self._write(upload, holding, rounding, version, name, old)
             except Exception as error:  # also of a library: it must not end the thread without a word
@@ -306,12 +287,22 @@ def main() -> int:
         os._exit(0 if opened and not opening.is_alive() else HUNG)
     shelf = MemoryShelf(settings.replicas, settings.node, vouch=partial(_vouch, settings.token_file))
     shelf.notices = Notices(settings.replicas, settings.node)
-    persister = Persister(opened[0], shelf, settings.node, Wants.of(settings.store), say)
+    wants, turns = Wants.of(settings.store), Turns()
+    journals = JournalUploads(opened[0], settings.journals, settings.node, wants, say, turns) if (
+        settings.journals is not None) else None
+    persister = Persister(opened[0], shelf, settings.node, wants, say, turns=turns,
+                          covered=journals.covers if journals is not None else lambda offer: False)
     while not stopping.wait(LOOK_SECONDS):
         persister.look()
-        if persister.hung():
+        if journals is not None:
+            journals.look()
+        if persister.hung() or (journals is not None and journals.hung()):
             os._exit(HUNG)
+    end = time.monotonic() + END_SECONDS
     persister.join(END_SECONDS)
+    if journals is not None:
+        journals.look(at_once=True)  # what has come since the last round
+        journals.join(end - time.monotonic())
     os._exit(0)  # threads that hang are not waited for
 
 

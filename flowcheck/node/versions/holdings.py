@@ -74,9 +74,9 @@ class Shelf:
         """Among which one that is asked for is looked for."""
         return self.look()
 
-    def makeable(self, step: int) -> list[Holding]:
-        """That can be made of this step, and is not there; `hold` takes these, too."""
-        return []
+    def having(self, step: int | None) -> list[Holding]:
+        """All that is there, and what can be made of this step, which `hold` takes, too; None: of none."""
+        return self.look()
 
     def ranges(self) -> list[dict[str, Any]]:
         """Steps that can be had or made, for people: docs/use/rewind.md."""

@@ -23,6 +23,7 @@ from flowcheck.node.api.sending import Offering
 from flowcheck.node.api.worker import ASK_SECONDS, LOOK_SECONDS, TAKE_SECONDS, _Client, _Loop, _Settings
 from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.protect.parity_shelf import OTHERS_SECONDS
+from flowcheck.node.store.made import StoredSteps
 
 from ..certificates import issue
 
@@ -265,7 +266,7 @@ def given(**said: Any) -> ApiSettings:
     return ApiSettings.model_validate_json(json.dumps({
         "keys": {"k": ["reader"]}, "shown": "s", "tls": None, "node": "n", "replicas": "/r", "checkpoints": "/c",
         "cores": [], "reserved": 1, "follows": True, "shadow": 3, "copies": None, "store": None, "parity": None,
-        "journals": None, "socket": 11, "board": -1, "names": [],
+        "journals": None, "made": "/m", "socket": 11, "board": -1, "names": [],
         "limits": {"connections": 5, "strangers": 6, "per_address": 7},
     } | said))
 
@@ -354,17 +355,18 @@ def test_a_node_that_follows_jobs(process: Process) -> None:
 
 
 def test_the_nearest_comes_first(process: Process) -> None:
-    found = process.shelves(copies="/k", store={"url": "s3://x", "options": {"a": "b"}}, board=0)
+    found = process.shelves(copies="/k", store={"url": "s3://x", "every": 1, "options": {"a": "b"}}, board=0)
     assert list(found) == ["memory", "copy", "disk", "store"] and process.made["glance"] == ("Glance", (0,), {})
     assert found["copy"] == ("DiskShelf", (Path("/k"),), {"tier": "copy", "needs": 3})
     name, (url, opens), more = found["store"]
+    assert isinstance(more.pop("steps"), StoredSteps)
     assert (name, url, more, opens()) == ("StoreShelf", "s3://x", {"needs": 3}, ("open_store", ("s3://x", {"a": "b"}),
                                                                                   {}))
 
 
 def test_a_node_with_journals(process: Process) -> None:
     """A log is nearer than what is made of others, a journal is farther, and the store is last."""
-    found = process.shelves(journals="/j", cores=[4, 5], copies="/k", store={"url": "s3://x", "options": {}})
+    found = process.shelves(journals="/j", cores=[4, 5], copies="/k", store={"url": "s3://x", "every": 1})
     assert list(found) == ["memory", "copy", "disk", "log", "journal", "store"]
     assert found["log"] == ("LogShelf", (Path("/j"),), {"needs": 3})
     name, (directory, cores), more = found["journal"]

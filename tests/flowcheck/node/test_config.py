@@ -503,7 +503,8 @@ def with_store(tmp_path: Path, keys: str, replica: str = "[replica]") -> Any:
 def test_a_store(tmp_path: Path) -> None:
     store = with_store(tmp_path, 'url = "s3://b/c"\nminutes = 0.5\noptions = { key = "k", deep = { er = 1 } }').store
     assert store.model_dump() == {
-        "url": "s3://b/c", "every": 0, "minutes": 0.5, "keep": 0, "keep_hours": 0.0, "keep_every": 0, "seconds": 60.0,
+        "url": "s3://b/c", "every": 0, "minutes": 0.5, "deltas": False, "keep": 0, "keep_hours": 0.0, "keep_every": 0,
+        "seconds": 60.0,
         "options": {"key": "k", "deep": {"er": 1}},
     }
     assert with_store(tmp_path, 'url = "/mnt/x"\nevery = 1\nkeep = 1\nkeep_every = 5').store.keep_every == 5
@@ -522,6 +523,7 @@ def test_a_store(tmp_path: Path) -> None:
         ('url = "x"\nevery = 1\nseconds = 3601', "seconds", "less"),
         ('url = "x"\nevery = 1\noptions = 3', "options", "table"),
         ('url = "x"\nevry = 1', "evry", "did you mean every"),
+        ('url = "x"\nevery = 1\ndeltas = true', "deltas", "no [journal]"),
     ],
 )
 def test_a_store_that_is_none(tmp_path: Path, keys: str, where: str, what: str) -> None:

@@ -126,7 +126,7 @@ def test_a_node_with_nothing_but_an_api(scene: Scene) -> None:
     assert found == {
         "keys": KEYS, "tls": None, "node": "n", "replicas": "/replicas", "checkpoints": "/out", "reserved": 0,
         "cores": sorted(os.sched_getaffinity(0)), "follows": True, "shadow": 0, "copies": None, "store": None,
-        "journals": None, "parity": None, "shown": "", "names": [],
+        "journals": None, "made": "/out/flowcheck-n.made", "parity": None, "shown": "", "names": [],
         "limits": {"connections": 256, "strangers": 1024, "per_address": 256},
     }
 
@@ -140,7 +140,8 @@ def test_a_node_with_all_of_it(scene: Scene, tmp_path: Path) -> None:
         protect={"copies": ["h:5"], "directory": str(tmp_path)},
     )
     assert (found["reserved"], found["shadow"], found["tls"]) == (1, 3, ["cert.pem", "key.pem"])
-    assert found["store"] == {"url": "/somewhere", "options": {"a": "b"}}
+    store = found["store"]
+    assert (store["url"], store["options"], store["seconds"]) == ("/somewhere", {"a": "b"}, 60.0)
     assert found["copies"] == str(tmp_path / "flowcheck-n.copies")
     assert found["cores"] == [core for core in usable if core not in pinned]
     assert (found["parity"], found["shown"]) == (None, "")

@@ -67,7 +67,8 @@ def test_what_it_is_given(scene: Scene, tmp_path: Path) -> None:
     settings = json.loads(settings.encoded())
     assert settings.pop("store") == scene.config.store.model_dump()  # type: ignore[union-attr]
     assert settings == {"node": "n", "replicas": str(tmp_path), "probe": False,
-                        "cores": usable[1:] if len(usable) > 1 else usable, "token_file": "t", "readable_by": "owner"}
+                        "cores": usable[1:] if len(usable) > 1 else usable, "token_file": "t", "readable_by": "owner",
+                        "journals": None}
 
 
 def test_a_url_that_is_none_is_refused_before_it_is_started(scene: Scene, tmp_path: Path) -> None:
@@ -81,6 +82,8 @@ def test_a_url_that_is_none_is_refused_before_it_is_started(scene: Scene, tmp_pa
 @pytest.mark.parametrize(("event", "fields"), [
     ("stored", STORED), ("unstored", {"name": "dp0", "step": 2, "why": "full", "again": 5.0}),
     ("expired", {"name": "dp0", "versions": 3, "path": "n/dp0"}),
+    ("delta", {"name": "dp0", "first": 3, "last": 5, "bytes": 9, "seconds": 0.5, "path": "n/dp0"}),
+    ("delta_gap", {"name": "dp0", "first": 3, "last": 5, "why": "overwritten"}),
     ("marked", {"name": "dp0", "steps": 2, "newest": 4, "path": "n/dp0"}),
     ("skipped", {"name": "dp0", "step": 2, "why": "slow"}), ("problem", {"name": "dp0", "why": "older versions stay"}),
 ])

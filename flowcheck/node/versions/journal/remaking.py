@@ -53,8 +53,8 @@ def made_of(
     job: JobText, base: Place, following: Following, out: Path, work: Path, step: int, threads: int,
     say: Callable[[int], None], where: str,
 ) -> Path:
-    """following: head and spans of iterations, as of RingReader.following. out: the directory that it is to lie in. work:
-    one on the same disk, for what is half."""
+    """following: head and spans of iterations, as of RingReader.following. out: the directory that it is to lie in.
+    work: one on the same disk, for what is half."""
     loaded, plan = load_step(base.path), planned(job)
     begun = Version.of(read_step_manifest(base.path), str(base.path / MANIFEST))
     plan.job.run_id, plan.job.epoch = begun.run_id, begun.epoch
