@@ -49,8 +49,7 @@ from updater.errors import UpdaterError
 
 __all__ = ["LiveSession", "wind_up"]
 
-LAST_SECONDS = 2.0  # for an rx thread that is late, on a core that others use
-LAST_LOOKS = 4096  # at what is still placed when an end was asked for
+LAST_SECONDS = 10.0  # for a thread that is late, on a core that others use: nobody waits for what follows
 
 
 class LiveSession:
@@ -303,7 +302,7 @@ class LiveSession:
 
 def wind_up(session: LiveSession, take: Callable[[Iterable[Event]], None]) -> None:
     """Judge what is there: first what is still at the ports, then what is in the rings, then what is open. take: is
-    given the events. An rx thread that got no time for LAST_SECONDS is not waited for any longer: what it has not taken
+    given the events. A thread that got no time for LAST_SECONDS is not waited for any longer: what it has not taken
     counts as lost."""
     empty, end = session.port.empty(), time.monotonic() + LAST_SECONDS
     while not session.port.emptied(empty) and time.monotonic() < end:
@@ -311,8 +310,8 @@ def wind_up(session: LiveSession, take: Callable[[Iterable[Event]], None]) -> No
         if not session.moved:
             time.sleep(IDLE_SECONDS)
     session.hurry()  # arenas that wait for somebody would keep what is in the rings from being taken
-    last = session.mark()
-    for _ in range(LAST_LOOKS):
+    last, end = session.mark(), time.monotonic() + LAST_SECONDS
+    while time.monotonic() < end:
         take(session.poll())
         if not session.moved:
             if session.passed(last):

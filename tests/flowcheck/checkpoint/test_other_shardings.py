@@ -21,7 +21,7 @@ from updater.replica import Replica
 
 TOKEN = "0123456789abcdef"
 RANK = """
-import hashlib, json, sys, torch, torch.distributed as dist
+import hashlib, json, os, sys, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -50,6 +50,7 @@ if rank == 0:
     print(json.dumps({"found": found, "parts": parts}), flush=True)
 dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # a thread of gloo that is still at work would abort the interpreter's own end
 """
 
 

@@ -30,6 +30,7 @@ from lab.synth import Synthesis, generate
 from updater.replica import Replica
 
 from ...links import wait_for_links
+from ..hand_node import until
 from .holdings_scene import Clock, replicas
 
 TOKEN = b"a token that only tests have"
@@ -149,13 +150,17 @@ class NodeProcess:
         return [line for line in self.lines if line["event"] == event]
 
     def seen(self, event: str, **fields: Any) -> dict[str, Any]:
-        """A line with these fields that has come already, or comes. What a thread beside a group's says of a version
-        may come before what the group says of it."""
-        while True:
-            for line in list(self.lines):
-                if line["event"] in event.split(" or ") and all(line.get(key) == fields[key] for key in fields):
-                    return line
-            self.wait(event, **fields)
+        """The first line with these fields, that has come already or comes; `wait` looks at it all the same. What a
+        thread beside a group's says of a version may come before what the group says of it, and what a socket says
+        before what the pipe does."""
+
+        def found() -> list[dict[str, Any]]:
+            return [line for line in self.lines if line["event"] in event.split(" or ")
+                    and all(line.get(key) == fields[key] for key in fields)]
+
+        until(lambda: found() or not self._reader.is_alive())
+        assert found(), f"the node has ended while {event} {fields} was awaited"
+        return found()[0]
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

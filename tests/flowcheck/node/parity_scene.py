@@ -106,7 +106,7 @@ seconds = 0.1
     def lose(self) -> None:
         self.process.process.kill()
         self.process.process.wait(LONGEST)
-        until(lambda: not answers(self.process.said("holder_ready")[0]["api"]))  # what it started ends with it
+        until(lambda: not answers(self.process.seen("holder_ready")["api"]))  # what it started ends with it
         self.close()
 
     def close(self) -> None:

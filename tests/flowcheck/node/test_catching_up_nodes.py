@@ -36,7 +36,7 @@ def peer(start_node: Any, attach: Any, truth: Any, lan: Any) -> Any:
 
 
 def newest(node: Any) -> Offer:
-    host, _, port = node.said("listening")[0]["api"].rpartition(":")
+    host, _, port = node.seen("listening")["api"].rpartition(":")
     with contextlib.closing(NodeClient((host, int(port)), reader_key(TOKEN), SECONDS)) as asked:
         return asked.offers()[0]
 
@@ -64,7 +64,7 @@ def test_a_node_that_comes_late_takes_what_its_peer_has(
     peer: Any, start_node: Any, attach: Any, tmp_path: Path
 ) -> None:
     at, first, trainers = peer
-    api = first.said("listening")[0]["api"]
+    api = first.seen("listening")["api"]
     late = start_node(API, resync="ranges", name="late", replica=f'peer_versions = ["{api}"]')
     beside(at, late, attach, trainers)
     caught = until_caught_up(at, first, late)
@@ -79,7 +79,7 @@ def test_a_node_that_comes_late_takes_what_its_peer_has(
 
 def test_a_node_that_was_killed_catches_up(peer: Any, start_node: Any, attach: Any, tmp_path: Path) -> None:
     at, first, trainers = peer
-    api = first.said("listening")[0]["api"]
+    api = first.seen("listening")["api"]
     given: dict[str, Any] = {"resync": "ranges", "name": "late", "replica": f'peer_versions = ["{api}"]'}
     late = start_node(API, **given)
     beside(at, late, attach, trainers)
@@ -94,7 +94,7 @@ def test_a_node_that_was_killed_catches_up(peer: Any, start_node: Any, attach: A
     assert newest(again).step == left, "it serves what it left"
     beside(at, again, attach, trainers)
     caught = until_caught_up(at, first, again)
-    assert again.said("resumed")[0]["step"] == left and caught["step"] > left + 3
+    assert again.seen("resumed")["step"] == left and caught["step"] > left + 3
     assert published(again, at, sums=True)["status"] == "verified"
     assert again.said("ranges") == [] and again.said("not_caught_up") == []
     assert again.end() == 0 and first.end() == 0
@@ -129,7 +129,7 @@ def test_a_peer_that_lies_is_found_by_the_next_checksum(
             f"the version of step {caught['step']} came from {liar.address}, and no checksum of the trainer has matched"
             " since"]
         checked = published(late, at, sums=True)
-        assert checked["status"] == "diverged" and f"of iteration {checked['iteration']}" in late.said("lost")[0]["why"]
+        assert checked["status"] == "diverged" and f"of iteration {checked['iteration']}" in late.seen("lost")["why"]
         at.trainers = mine
         at.until_patched(late)
         assert published(late, at, sums=True)["status"] == "verified"

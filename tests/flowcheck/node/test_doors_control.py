@@ -54,13 +54,22 @@ class Door(Port):
         self.server.start()
 
     def trainer(self, rank: int) -> float:
+        """How long it took: who is sent away before it was heard dials again, as trainers do."""
         began = time.monotonic()
+        while True:
+            try:
+                self._dial(rank)
+                return time.monotonic() - began
+            except (RecordsError, OSError):
+                if time.monotonic() - began > gate.OPENING_SECONDS:
+                    raise
+
+    def _dial(self, rank: int) -> None:
         sock = socket.create_connection(self.to, timeout=LONGEST)
         link = Link(sock, Secure(sock, self._tls.client, "127.0.0.1") if self._tls is not None else None)
         self.links.append(link)
         greet(link, TOKEN, run_id="run", epoch=3, rank=rank, ranks=64, group="", instance="first")
         assert link.receive(wait=LONGEST) == (Wanted(["user", "userhead", "notice"], ""), 0)
-        return time.monotonic() - began
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ class Attack:
     """What is sent to a node's ports, by its kind: made on one thread, sent on any."""
 
     def __init__(self, node: Any, job: Any, seed: int) -> None:
-        host, _, port = node.said("listening")[0]["api"].rpartition(":")
+        host, _, port = node.seen("listening")["api"].rpartition(":")
         self._control, self._api = node.address, (host, int(port))
         self._rng = random.Random(seed)
         self._streams = Streams(messages(job), seed)

@@ -97,7 +97,7 @@ def test_it_holds_what_the_source_had(start: Callable[..., NodeProcess], shm: Pa
     (shm / "flowcheck-s--1.replica").unlink()
 
     def back(holder: NodeProcess, *others: str) -> None:
-        api = holder.said("holder_ready")[0]["api"]
+        api = holder.seen("holder_ready")["api"]
         got = recover([*others, api], token=TOKEN, seconds=LONGEST)
         assert (got.step, got.source, got.status) == (7, f"{api}, copy", "unverified")
         assert got.model["w"].tolist() == [1.0, 2.0]
@@ -138,7 +138,7 @@ def test_it_ends_in_order(start: Callable[..., NodeProcess]) -> None:
     with HandApi(HandVersion(3)) as api:
         holder = start(api.name, every=3)
         assert holder.wait("copied")["step"] == 3
-        begun = holder.said("holder_ready")[0]
+        begun = holder.seen("holder_ready")
         assert (begun["copies"], begun["every"]) == ([api.name], 3)
         key = reader_key(token_bytes(TOKEN))
         host, _, port = begun["api"].rpartition(":")
@@ -162,18 +162,18 @@ def test_a_node_that_is_killed(
     run = _run(truth, job, 2)
     trainer = attach(node, job)
     _join(trainer, run)
-    held = start(node.said("listening")[0]["api"], every=4)
+    held = start(node.seen("listening")["api"], every=4)
     for _ in range(2):
         assert node.wait("iteration", iteration=_iteration(run, lan, trainer))["published"]
     wanted = {name: tensor_sha256(one) for name, one in run.tensors().items()}
     state = {f"{name}.{key}": tensor_sha256(one) for name, keys in run.state().items() for key, one in keys.items()}
-    assert held.wait("copied", step=4)["source"] == node.said("listening")[0]["api"]
+    assert held.wait("copied", step=4)["source"] == node.seen("listening")["api"]
     node.process.kill()
     node.process.wait(LONGEST)
     for path in tmp_path.glob("*.replica"):
         path.unlink()
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    got = recover(held.said("holder_ready")[0]["api"], token=TOKEN, seconds=LONGEST)
+    got = recover(held.seen("holder_ready")["api"], token=TOKEN, seconds=LONGEST)
     assert (got.step, got.source.rpartition(", ")[2]) == (4, COPY)
     assert {name: tensor_sha256(one) for name, one in got.model.items()} == wanted
     names = list(wanted)
@@ -196,7 +196,7 @@ def test_a_node_that_is_killed_with_a_journal(
     run = _run(truth, job, 2)
     trainer = attach(node, job)
     _join(trainer, run)
-    listening = node.said("listening")[0]
+    listening = node.seen("listening")
     held = start(listening["api"], every=4, journal={listening["api"]: "{}:{}".format(*node.address)})
     (folder,) = shm.glob("*.copies")
 
@@ -219,7 +219,7 @@ def test_a_node_that_is_killed_with_a_journal(
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     made = held.wait("redone")
     assert (made["base"], made["step"], made["why"]) == (4, 7, "")
-    got = recover(held.said("holder_ready")[0]["api"], token=TOKEN, seconds=LONGEST)
+    got = recover(held.seen("holder_ready")["api"], token=TOKEN, seconds=LONGEST)
     assert (got.step, got.source.rpartition(", ")[2]) == (7, COPY)
     assert {name: tensor_sha256(one) for name, one in got.model.items()} == wanted
     names = list(wanted)
@@ -241,7 +241,7 @@ def test_holders_that_find_each_other(start: Callable[..., NodeProcess], tmp_pat
         until(lambda: source.renew({"members/source": member.text()}) or holder.said("copied"))
         placed = holder.said("placed")[-1]
         assert (placed["copies"], placed["holders"], placed["together"]) == (["source"], ["source"], [])
-        assert holder.said("holder_ready")[0]["registry"] == server.endpoints
+        assert holder.seen("holder_ready")["registry"] == server.endpoints
         server.kill()
         holder.wait("unregistered")
         api.versions[:] = [HandVersion(4)]

@@ -128,9 +128,9 @@ def test_a_job_is_followed_without_a_state(start_node, attach, truth, lan, tmp_p
     node = start_node(resync="ranges")
     at.attach(node, attach)
     first = at.until_patched(node)
-    begun = node.said("begun")[0]
+    begun = node.seen("begun")
     assert begun["iteration"] >= 5 and begun["elements"] == sum(entry.elements for entry in at.job.model)
-    assert node.said("attached")[0]["resync"] == "ranges" and begun["kernels"]
+    assert node.seen("attached")["resync"] == "ranges" and begun["kernels"]
     later = [at.train(sums=bool(t % 2)) for t in range(4)]
     for t in later:
         assert node.wait("iteration", SECONDS, iteration=t)["published"]
@@ -151,12 +151,12 @@ def test_it_comes_in_slices_of_all_ranks(start_node, attach, truth, lan, tmp_pat
     at.attach(node, attach)
     first = at.until_patched(node)
     patched, asked = node.wait("patched", SECONDS), node.said("ranges")
-    elements = node.said("begun")[0]["elements"]
+    elements = node.seen("begun")["elements"]
     assert first >= 2 + 4 and len(asked) >= 4 and all(one["bytes"] <= MIB for one in asked)
     ranks = [rank for one in asked for rank in one["ranks"]]
     assert abs(ranks.count(0) - ranks.count(1)) <= 1, "in turn"
     assert sum(one["elements"] for one in asked) == elements == patched["elements"]
-    assert patched["bytes"] == ADAM * elements and patched["since"] == node.said("begun")[0]["iteration"]
+    assert patched["bytes"] == ADAM * elements and patched["since"] == node.seen("begun")["iteration"]
     assert node.end() == 0 and all_equal(tmp_path, at.known) == [first]
 
 
@@ -228,7 +228,7 @@ def test_what_is_flipped_in_both_mirrors_alike_is_found_by_the_next_sum_and_come
     last = at.train(sums=True)
     assert node.wait("iteration", SECONDS, iteration=last)["status"] == "verified"
     asked = sum(one["elements"] for one in node.said("ranges"))
-    assert asked == 2 * node.said("begun")[0]["elements"] and len(node.said("begun")) == 2
+    assert asked == 2 * node.seen("begun")["elements"] and len(node.said("begun")) == 2
     assert node.said("state") == [] and node.end() == 0
     lines = [json.loads(text) for text in (tmp_path / "hashes.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [first, wrong, again, last]
@@ -288,7 +288,7 @@ def killed(node: Any, at: Training) -> None:
 
 def offered(node: Any, step: int, older: int = 0) -> Offer:
     """A version in memory, as the node's HTTP API says it, as soon as it is so many steps old."""
-    host, _, port = node.said("listening")[0]["api"].rpartition(":")
+    host, _, port = node.seen("listening")["api"].rpartition(":")
     asked = NodeClient((host, int(port)), reader_key(TOKEN))
     deadline = time.monotonic() + SECONDS
     while True:
@@ -316,19 +316,19 @@ def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attac
     node = start_node(api, resync="ranges")
     at.attach(node, attach, "one")
     at.until_patched(node)
-    run_id = node.said("attached")[0]["run_id"]
+    run_id = node.seen("attached")["run_id"]
     [left] = tmp_path.glob("*.replica")
     inode = left.stat().st_ino
     killed(node, at)
 
     node = start_node(api, resync="ranges")
     at.attach(node, attach, "one")
-    resumed = node.said("resumed")[0]
+    resumed = node.seen("resumed")
     assert (resumed["run_id"], resumed["step"], resumed["path"]) == (run_id, at.run.step, str(left))
     for _ in range(2):
         line = node.wait("iteration", SECONDS, iteration=at.train(sums=True))
         assert line["published"] and line["status"] == "verified", node.lines[-2:]
-    assert node.said("begun")[0]["elements"] == 0 and node.said("ranges") == [] and node.said("state") == []
+    assert node.seen("begun")["elements"] == 0 and node.said("ranges") == [] and node.said("state") == []
     last = at.run.step
     killed(node, at)
 
@@ -340,7 +340,7 @@ def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attac
     at.attach(node, attach, "one")
     number = at.train()
     assert not node.wait("iteration", SECONDS, iteration=number)["published"]
-    assert node.said("stale")[0]["elements"] == sum(entry.elements for entry in job.model)
+    assert node.seen("stale")["elements"] == sum(entry.elements for entry in job.model)
     age = offered(node, last, number + 1 - last)
     assert age.run_id == run_id and age.age_seconds is not None and age.age_seconds > before.age_seconds
     with closing(Reader(left)) as reader, reader.pinned(last) as version:
@@ -355,7 +355,7 @@ def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attac
 
     node = start_node(api, resync="ranges")
     at.attach(node, attach, "two")
-    assert node.said("resumed") == [] and node.said("attached")[0]["run_id"] != run_id
+    assert node.said("resumed") == [] and node.seen("attached")["run_id"] != run_id
     at.until_patched(node)
     assert len(list(tmp_path.glob("*.replica"))) == 2, "what was verified stays until there is something as good"
     assert node.end() == 0 and all_equal(tmp_path, at.known)

@@ -124,7 +124,7 @@ def test_one_of_two_ports_dies(following: Any, tmp_path: Path, lan: Any, size: i
     assert node.wait("iteration", SECONDS, iteration=at.train(sums=True))["published"]
     both.unplug()
     goes_on(at, node, tmp_path)
-    assert f"from af_packet:{lan.near2}" in node.said("moved")[0]["why"]
+    assert f"from af_packet:{lan.near2}" in node.seen("moved")["why"]
     assert bool(node.said("overload")) is (size == 128)
 
 

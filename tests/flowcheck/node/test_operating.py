@@ -53,7 +53,7 @@ class Scraped:
     """What Prometheus would have of a node."""
 
     def __init__(self, node: Any) -> None:
-        self.address = node.wait("listening")["api"] if not node.said("listening") else node.said("listening")[0]["api"]
+        self.address = node.seen("listening")["api"]
 
     def __call__(self, name: str, **labels: str) -> float | None:
         connection = http.client.HTTPConnection(self.address, timeout=LONGEST)

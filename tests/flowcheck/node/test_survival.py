@@ -107,7 +107,7 @@ def test_a_clock_that_jumps(start_node, attach, truth, lan, clock: Callable[[int
     node, run = start_node('[api]\nlisten = "127.0.0.1:0"'), _run(truth, job, 2)
     trainer = attach(node, job)
     _join(trainer, run)
-    host, _, port = node.said("listening")[0]["api"].rpartition(":")
+    host, _, port = node.seen("listening")["api"].rpartition(":")
     shown = []
     for moved in (0, 400 * DAY, -2 * DAY, 7, 0):
         clock(moved)
@@ -178,7 +178,7 @@ status_file = "{small_disk}/status.json"
         for _ in range(4):
             assert node.wait("iteration", iteration=_iteration(run, lan, trainer))["published"]
         until(lambda: node.said("problem"))
-        assert "No space left on device" in node.said("problem")[0]["why"]
+        assert "No space left on device" in node.seen("problem")["why"]
         assert set(small_disk.rglob("manifest.json")) == whole
         (small_disk / "full").unlink()
         before = len(node.said("written"))
@@ -234,7 +234,7 @@ directory = "{tmp_path}"
     assert f"{table}.listen" in done.stderr and "Traceback" not in done.stderr
     node = NodeProcess(tmp_path, text)
     try:
-        assert str(port) in (node.said("listening")[0]["control"] + node.said("listening")[0]["api"])
+        assert str(port) in (node.seen("listening")["control"] + node.seen("listening")["api"])
         assert node.end() == 0
     finally:
         node.close()

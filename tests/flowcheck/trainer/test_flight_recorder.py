@@ -71,6 +71,8 @@ try:
 except ValueError as error:
     print(error)
 dist.destroy_process_group()
+sys.stdout.flush()
+os._exit(0)  # a thread of gloo that is still at work would abort the interpreter's own end
 """
 
 

@@ -195,7 +195,7 @@ def test_steps_of_an_older_base_can_be_had(tmp_path: Path) -> None:
 
 
 RANK = """
-import json, sys
+import json, os, sys
 import torch, torch.distributed as dist
 import flowcheck
 from flowcheck.control.checksum import checksums
@@ -211,7 +211,9 @@ try:
     said = [chosen, found.step, found.status, bool(found.why), checksums(model.state_dict())]
 except flowcheck.FlowcheckError as error:
     said = [chosen, type(error).__name__, len(optimizer.state)]
-print(json.dumps(said))
+print(json.dumps(said), flush=True)
+dist.destroy_process_group()
+os._exit(0)  # a thread of gloo that is still at work would abort the interpreter's own end
 """
 
 
