@@ -42,12 +42,14 @@ LOG_LINES = 8
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """wire: the optimizer is such that a difference can only be the wire's (rank.py)."""
+    """wire: the optimizer is such that a difference can only be the wire's (rank.py). log: the node keeps a log, of
+    which every rank makes its own state again, when training is over."""
 
     ranks: int
     protocol: str
     optimizer: str
     iterations: int = 20
+    log: bool = False
 
     @property
     def wire(self) -> bool:
@@ -61,6 +63,7 @@ class Run:
 RUNS = (
     Run(2, "LL", "sgd"), Run(2, "SIMPLE", "sgd"), Run(2, "LL128", "sgd"), Run(4, "LL", "sgd", 12),
     Run(2, "LL", "adamw-foreach"), Run(2, "LL", "adamw-fused"),
+    Run(2, "LL", "adam-fused-decay", log=True), Run(2, "LL", "muon", log=True),
 )
 
 
@@ -73,8 +76,10 @@ def follow(
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     ledger = Ledger(run.ranks, [""])
-    with Node(place, out) as node:
+    with Node(place, out, run.log) as node:
         failed = _train(run, place, out, library, nccl, command, limit, node, other)
+    if run.log:
+        return (False, failed) if failed else _redone(run, out)
     lines = [(node.hashes, ledger.node), *((out / f"rank{rank}.jsonl", ledger.trainer) for rank in range(run.ranks))]
     for path, take in lines:
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -101,6 +106,17 @@ def follow(
     return True, f"{found.equal} versions equal, {found.tensors} tensors by SHA-256"
 
 
+def _redone(run: Run, out: Path) -> tuple[bool, str]:
+    """What ranks say of the steps that they made again."""
+    lines = [json.loads(line) for line in (out / "said.jsonl").read_text().splitlines()]
+    for line in lines:
+        again = line["redone"]
+        if again["differs"] or again["step"] < run.iterations - 3:
+            what = f"DIFFERS first in {again['differs']}" if again["differs"] else "is too old"
+            return False, f"rank {line['rank']}: step {again['step']}, made again, {what}; {line['why']}"
+    return True, f"step {lines[0]['redone']['step']} made again by each rank, {lines[0]['redone']['status']}, equal"
+
+
 def _train(
     run: Run, place: Place, out: Path, library: Path, nccl: str, command: Sequence[str], limit: float, node: Node,
     other: dict[str, Any],
@@ -114,7 +130,7 @@ def _train(
         try:
             for rank in range(run.ranks):
                 told = Told(rank, run.ranks, run.iterations, run.optimizer, run.protocol, nccl, master, str(out),
-                            **other)
+                            api=node.api if run.log else "", **other)
                 # Rank 0's port is mirrored: both directions of it hold every reduced byte.
                 port = f"interface:{place.send}" if rank == 0 else None
                 given = environment(library, rank=rank, nccl=nccl, port=port, flows=out / f"flows{rank}.jsonl",

@@ -70,12 +70,16 @@ def cable(name: str) -> Iterator[Place]:
 
 
 class Node:
-    """`flowcheck-node` on that port. hashes: a line for each version. address, token: for trainers."""
+    """`flowcheck-node` on that port. hashes: a line for each version. address, token: for trainers. journal: it keeps
+    one. api: for who recovers from it."""
 
-    def __init__(self, place: Place, out: Path) -> None:
+    def __init__(self, place: Place, out: Path, journal: bool = False) -> None:
         self._place, self._out = place, out
         self.hashes, self.events, self.token = out / "node.jsonl", out / "events.jsonl", out / "token"
-        self.address = f"127.0.0.1:{_free_port(place)}"
+        self.address = f"127.0.0.1:{_free_port(place, 7070)}"
+        self.api = f"127.0.0.1:{_free_port(place, 7071)}"
+        self._more = (f'[api]\nlisten = "{self.api}"\n[journal]\ndirectory = "{out / "journal"}"\nmegabytes = 256\n'
+                      if journal else "")
 
     def __enter__(self) -> Self:
         memory = self._out / "replica"
@@ -86,8 +90,8 @@ class Node:
         toml.write_text(
             f'name = "gpu"\n[control]\nlisten = "{self.address}"\ntoken_file = "{self.token}"\n'
             f'[capture]\ndevice = "af_packet:{self._place.capture}"\npath_mtu = 4096\nhuge = false\n'
-            f'[replica]\ndirectory = "{memory}"\nkeep = false\nslots = 2\n'
-            f'[output]\nkeep_hashes = "{self.hashes}"\n'
+            f'[replica]\ndirectory = "{memory}"\nkeep = false\nslots = 4\n'
+            f'[output]\nkeep_hashes = "{self.hashes}"\n{self._more}'
         )
         with self.events.open("w") as said, (self._out / "node.log").open("w") as log:
             self._process = subprocess.Popen(
@@ -115,9 +119,9 @@ class Node:
             self._process.wait()
 
 
-def _free_port(place: Place) -> int:
+def _free_port(place: Place, port: int) -> int:
     if place.prefix:
-        return 7070  # nobody else is there
+        return port  # nobody else is there
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])

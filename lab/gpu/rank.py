@@ -1,4 +1,5 @@
 """One rank of `make gpu-demo`: torch's own DDP on NCCL, with `prepare` and `attach` as any training script has them.
+A job that is kept as a log recovers, when it is over, into a model and an optimizer of its own.
 
     python -P -m lab.gpu.rank '{"rank": 0, "ranks": 2, ...}'
 
@@ -9,6 +10,7 @@ trainers' side of FlowCheck, no compiled part of it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -36,6 +38,9 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw-foreach": (torch.optim.AdamW, {"lr": 1e-3, "foreach": True}),
     # 0.95: a beta of which a GPU's powf is not correctly rounded in the steps that are run here (decision 0033).
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.95), "fused": True}),
+    # No kernel of the node's has their bits: these are kept as a log.
+    "adam-fused-decay": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1, "fused": True}),
+    "muon": (torch.optim.Muon, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 
 
@@ -43,7 +48,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 class Told:
     """rank, ranks, iterations: obvious. backend, device: nccl and cuda. optimizer: one of OPTIMIZERS. protocol, nccl:
     what NCCL was told, and its version. master: HOST:PORT of torch's rendezvous. out, seconds: where hashes go, and how
-    long the node's last version is waited for."""
+    long the node's last version is waited for. api: of the node, where the job is kept as a log; otherwise ""."""
 
     rank: int
     ranks: int
@@ -56,6 +61,7 @@ class Told:
     backend: str = "nccl"
     device: str = "cuda"
     seconds: float = 20.0
+    api: str = ""
 
     def topology(self) -> dict[str, Any]:
         """For `attach`: the network's own list, and what NCCL was told by its variables."""
@@ -66,10 +72,15 @@ class Told:
         }}
 
 
-def make_model() -> nn.Module:
-    """The same in every process: its weights are drawn on the CPU."""
+def make(told: Told) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same in every process: weights are drawn on the CPU. Muon takes matrices alone."""
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    sizes, layers = (64, WIDTH, WIDTH, CLASSES), list[nn.Module]()
+    for inner, outer in itertools.pairwise(sizes):
+        layers += [nn.Linear(inner, outer, bias=told.optimizer != "muon"), nn.Tanh()]
+    model = nn.Sequential(*layers[:-1]).to(told.device)
+    kind, options = OPTIMIZERS[told.optimizer]
+    return model, kind(model.parameters(), **options)
 
 
 def run(told: Told) -> None:
@@ -78,10 +89,11 @@ def run(told: Told) -> None:
         print(f"prepare: {problem}", file=sys.stderr)
     dist.init_process_group(told.backend, init_method=f"tcp://{told.master}", rank=told.rank, world_size=told.ranks)
     cuda = told.device == "cuda"
-    model = DistributedDataParallel(make_model().to(told.device), device_ids=[0] if cuda else None, bucket_cap_mb=0.1)
-    kind, options = OPTIMIZERS[told.optimizer]
-    optimizer = kind(model.parameters(), **options)
-    attachment = flowcheck.attach(model, optimizer, checksum_every=1, topology=told.topology)
+    module, optimizer = make(told)
+    model = DistributedDataParallel(module, device_ids=[0] if cuda else None, bucket_cap_mb=0.1)
+    attachment = flowcheck.attach(model, optimizer, checksum_every=1, topology=told.topology,
+                                  kind="log" if told.api else "replica")
+    known: list[dict[str, Any]] = []
     torch.manual_seed(100 + told.rank)
     with (Path(told.out) / f"rank{told.rank}.jsonl").open("w") as out:
         for iteration in range(told.iterations):
@@ -90,7 +102,8 @@ def run(told: Told) -> None:
                 optimizer.zero_grad(set_to_none=True)
                 nn.functional.cross_entropy(model(x.to(told.device)), y.to(told.device)).backward()
                 optimizer.step()
-            mine = hashes(model.module, optimizer)
+            mine = hashes(module, optimizer)
+            known.append(mine)
             out.write(json.dumps({"stage": 0, "rank": told.rank, "iteration": iteration, "buffers": [], **mine}) + "\n")
             out.flush()
     end = time.monotonic() + told.seconds
@@ -99,7 +112,20 @@ def run(told: Told) -> None:
     said = {"rank": told.rank, "state": str(attachment.state), "why": attachment.why, "published": attachment.published}
     attachment.close()
     dist.destroy_process_group()
+    if told.api:
+        said["redone"] = redone(told, known)
     print(json.dumps(said), flush=True)
+
+
+def redone(told: Told, known: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the node's log gives: its step and status, and the first tensor that is not as it was after that step."""
+    token = Path(os.environ["FLOWCHECK_TOKEN_FILE"]).read_text().strip()
+    recovered = flowcheck.recover(told.api, token=token)
+    model, optimizer = make(told)
+    recovered.load(model, optimizer)
+    mine, then = hashes(model, optimizer), known[recovered.step - 1]
+    differs = [f"{kind} {name}" for kind in mine for name in mine[kind] if mine[kind][name] != then[kind].get(name)]
+    return {"step": recovered.step, "status": recovered.status, "differs": (differs or [""])[0]}
 
 
 def main() -> int:

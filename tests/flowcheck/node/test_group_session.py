@@ -182,7 +182,7 @@ def test_without_a_session_records_and_the_end_mean_nothing(scene, message: Any)
     assert peer.ended == [] and at.said == []
 
 
-@pytest.mark.parametrize(("moves", "polls"), [(0, 1), (3, 4), (4095, 4096), (10_000, 4096)])
+@pytest.mark.parametrize(("moves", "polls"), [(0, 1), (3, 4), (10_000, 10_001)])
 def test_at_the_end_of_training_what_is_there_is_judged(scene, moves: int, polls: int) -> None:
     at = scene(name="a")
     peer = at.follow()
@@ -190,6 +190,15 @@ def test_at_the_end_of_training_what_is_there_is_judged(scene, moves: int, polls
     at.give(peer, Bye())
     assert at.session.calls == [("poll",)] * polls + [("finish",)]
     assert at.events("end") == [{"name": "a", "run_id": "synth-0", "serves": 8}]
+
+
+def test_an_end_comes_though_packets_go_on_coming(scene, monkeypatch) -> None:
+    at = scene(name="a")
+    peer = at.follow()
+    at.session.moves = 10**12
+    monkeypatch.setattr(flowcheck.node.groups.session, "LAST_SECONDS", 0.05)
+    at.give(peer, Bye())
+    assert at.session.calls[-1] == ("finish",) and len(at.events("end")) == 1
 
 
 def test_the_end_is_said_by_rank_0(scene) -> None:
@@ -577,7 +586,7 @@ def test_a_running_group_follows_a_job_and_judges_what_is_there_at_the_end(scene
     assert at.group.failure is None and at.intake.plan is None and path.exists()
 
 
-@pytest.mark.parametrize(("moves", "polls"), [(0, 1), (5, 6), (4095, 4096), (9999, 4096)])
+@pytest.mark.parametrize(("moves", "polls"), [(0, 1), (5, 6), (10_000, 10_001)])
 def test_the_last_packets_are_judged_at_a_stop(scene, moves: int, polls: int) -> None:
     """What is in the inbox then is handled too. The loop itself runs no more: this is its last part alone."""
     at = scene()

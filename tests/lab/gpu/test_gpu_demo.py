@@ -92,6 +92,14 @@ def test_the_first_difference_is_named(
     assert not equal and said.startswith("DIFFERS first in iteration 6: 0.weight; "), said
 
 
+def test_a_log_is_made_again(
+    place: Place, library: Path, compiled: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    equal, said = trained(Run(2, "LL", "muon", 12, log=True), place, tmp_path / "run", library, "2.28.9", compiled,
+                          monkeypatch)
+    assert equal, f"{said}\n{(tmp_path / 'run' / 'rank0.log').read_text()}"
+
+
 def test_a_rank_that_fails_is_named(place: Place, library: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys; sys.exit('NCCL says no')"]
     equal, said = follow(Run(2, "LL", "sgd", 5), place, tmp_path / "run", library, "2.27.7", command, 60.0)
