@@ -71,6 +71,7 @@ __all__ = ["make_app"]
 
 PIECE = 4 << 20  # bytes, between two looks whether the version is still held; copied for that, but from memory
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
+LATE_SECONDS = 1.0  # the same for one that has had that time already: others do not wait for a disk that hangs
 EXPIRE_SECONDS = 1.0
 TIDY_SECONDS = 60.0
 HASH_SECONDS = 0.5  # that a question waits for hashes: less than anybody waits for a byte
@@ -182,9 +183,7 @@ class _Api:
         """What can be made of journals, and of gradients in a store; tiers that did not say so in time."""
         asked = {tier: self._looked(tier, self._shelves[tier].ranges, "ranges") for tier in MAKING
                  if tier in tiers and tier in self._shelves}
-        if waited := [task for task in asked.values() if task is not None]:
-            await asyncio.wait(waited, timeout=LOOK_SECONDS)
-        there = {tier: task for tier, task in asked.items() if task is not None and task.done() and not _refused(task)}
+        there = await self._answers(asked)
         return [one for task in there.values() for one in task.result()], [one for one in asked if one not in there]
 
     async def _versions(self, request: Request) -> Response:
@@ -209,9 +208,7 @@ class _Api:
         shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
         asked = {tier: self._looked(tier, partial(shelf.having, step), step) if tier in MAKING
                  else self._looked(tier, shelf.look) for tier, shelf in shelves.items()}
-        if waited := [task for task in asked.values() if task is not None]:
-            await asyncio.wait(waited, timeout=LOOK_SECONDS)
-        there = {tier: task for tier, task in asked.items() if task is not None and task.done() and not _refused(task)}
+        there = await self._answers(asked)
         absent = [tier for tier in asked if tier not in there]
         peers = self._peers()
         offers = [replace(self._shelves[tier].judged(one.offer), attached=_attached(one, peers))
@@ -235,6 +232,16 @@ class _Api:
         if oldest is None or oldest.done():
             self._looks[tier] = now, what, task
         return task
+
+    async def _answers(self, asked: dict[str, asyncio.Future[Any] | None]) -> dict[str, asyncio.Future[Any]]:
+        """What says so in time, by tier."""
+        now = asyncio.get_running_loop().time()
+        late = {task for began, _, task in self._looks.values() if now - began >= LOOK_SECONDS}
+        waited = {task for task in asked.values() if task is not None}
+        for tasks, seconds in ((waited - late, LOOK_SECONDS), (waited & late, LATE_SECONDS)):
+            if tasks:
+                await asyncio.wait(tasks, timeout=seconds)
+        return {tier: task for tier, task in asked.items() if task is not None and task.done() and not _refused(task)}
 
     async def _manifest(self, request: Request) -> Response:
         tier, held = await self._held(request)
