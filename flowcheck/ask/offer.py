@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from flowcheck.job.version_status import VersionStatus
 
 __all__ = [
     "COPY", "DISK", "JOURNAL", "LATER", "LOG", "MEMORY", "MOST_EPOCHS", "OWN", "PARITY", "STORE", "TIERS", "Offer",
-    "spans",
+    "Spans", "rows", "spans",
 ]
 
 MEMORY, COPY, DISK, PARITY, JOURNAL, STORE, LOG = "memory", "copy", "disk", "parity", "journal", "store", "log"
@@ -22,10 +22,15 @@ MEMORY, COPY, DISK, PARITY, JOURNAL, STORE, LOG = "memory", "copy", "disk", "par
 TIERS = (MEMORY, COPY, DISK, PARITY, JOURNAL, STORE, LOG)
 LATER = (JOURNAL, LOG)  # which the first release does not know: they are listed apart
 MOST_OF_LOG = 1 << 16  # steps that can be made of one
+MOST_ROWS = 64  # of steps with the same ranks' own states
 OWN = "own"  # `statuses` of /v1/versions: what is said of a version is of that version alone
 MOST_AGE = 1e12
 MOST_EPOCHS = 1 << 31
 MOST_NBYTES = 1 << 50  # of a version
+
+
+Spans = tuple[tuple[int, int], ...]
+Row = tuple[int, int, Spans]
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Offer:
     made since. age_seconds: since it was published. None: the node does not know. matches: checksums of the trainer
     that had matched when it was published, as far as the node says it. start: of which start of the job's trainers it
     is (flowcheck/control/start.py), "": the node does not say it. attached: a node vouches that trainers have attached
-    with that run and epoch."""
+    with that run and epoch. oldest: of a log, the oldest step that can be made of it; users: whose own states there are
+    of its steps, as `user`, behind the first and last step of each row."""
 
     id: str
     tier: str
@@ -45,19 +51,24 @@ class Offer:
     shard: str
     status: str
     nbytes: int
-    user: tuple[tuple[int, int], ...] = ()
+    user: Spans = ()
     age_steps: int | None = None
     age_seconds: float | None = None
     matches: int = 0
     start: str = ""
     attached: bool = False
     oldest: int | None = None
+    users: tuple[Row, ...] = ()
 
     @property
     def each(self) -> list[Offer]:
         """One for each step that can be had."""
         first = self.step if self.oldest is None else max(self.oldest, self.step - MOST_OF_LOG)
-        return [replace(self, step=step, oldest=None) for step in range(first, self.step + 1)]
+        steps = range(first, self.step + 1)
+        of_step = dict.fromkeys(steps, () if self.users else self.user)  # nodes of before say it of the newest alone
+        for begin, end, user in self.users:
+            of_step |= dict.fromkeys(range(max(begin, first), min(end, self.step) + 1), user)
+        return [replace(self, step=step, oldest=None, user=of_step[step], users=()) for step in steps]
 
     @property
     def key(self) -> Key:
@@ -89,7 +100,8 @@ class Offer:
         return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
                    age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0),
                    start=start if isinstance(start := said.get("start"), str) else "",
-                   attached=said.get("attached") is True, oldest=_age(said.get("oldest")))
+                   attached=said.get("attached") is True, oldest=_age(said.get("oldest")),
+                   users=_rows(said.get("users", []), where))
 
 
 def _age(said: Any) -> Any:
@@ -97,7 +109,18 @@ def _age(said: Any) -> Any:
     return said if type(said) in (int, float) and 0 <= said < MOST_AGE else None
 
 
-def spans(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+def rows(users: Mapping[int, Spans]) -> tuple[Row, ...]:
+    """The newest steps, in ascending order: those that follow each other and have the same ranks' states in one row."""
+    out: list[Row] = []
+    for step in sorted(users):
+        if out and out[-1][1:] == (step - 1, users[step]):
+            out[-1] = out[-1][0], step, users[step]
+        else:
+            out.append((step, step, users[step]))
+    return tuple(out[-MOST_ROWS:])
+
+
+def spans(ranks: Iterable[int]) -> Spans:
     """Ranks in ascending order as first and last of each row of them."""
     out: list[tuple[int, int]] = []
     for rank in ranks:
@@ -108,7 +131,7 @@ def spans(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(out)
 
 
-def _spans(said: Any, where: str) -> tuple[tuple[int, int], ...]:
+def _spans(said: Any, where: str) -> Spans:
     """As a node says them; one that knows nothing of them says nothing."""
     sound = isinstance(said, list) and all(
         isinstance(one, list) and len(one) == 2 and all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in one)
@@ -120,3 +143,13 @@ def _spans(said: Any, where: str) -> tuple[tuple[int, int], ...]:
             last >= first for last, first in zip(flat[1::2], flat[2::2], strict=False)):
         raise AskError("lists a version with states of ranks that are none", where=where)
     return tuple((first, last) for first, last in said)
+
+
+def _rows(said: Any, where: str) -> tuple[Row, ...]:
+    sound = isinstance(said, list) and len(said) <= MOST_ROWS and all(
+        isinstance(one, list) and len(one) == 3 and type(one[0]) is type(one[1]) is int and 0 <= one[0] <= one[1]
+        for one in said
+    )
+    if not sound:
+        raise AskError("lists a log with states of steps that are none", where=where)
+    return tuple((first, last, _spans(user, where)) for first, last, user in said)

@@ -57,6 +57,12 @@ _USER = {
     "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
     "description": "Whose own states it has: first and last rank of each row of them.",
 }
+_USERS = {
+    "type": "array",
+    "items": {"type": "array", "minItems": 3, "items": False,
+              "prefixItems": [{"type": "integer"}, {"type": "integer"}, {"type": "array", "items": _USER["items"]}]},
+    "description": "Of a log: first and last step of each row of steps, and whose own states these have.",
+}
 _SPAN = {"type": "object", "required": ["first", "last", "kind", "bytes", "seconds"], "properties": {
     "first": {"type": "integer"}, "last": {"type": "integer"},
     "kind": {"enum": ["base", "makeable"], "description": "A base is there; others are made when they are asked for."},
@@ -124,9 +130,9 @@ def describe(open_path: str) -> dict[str, Any]:
                                          " yet.", _WHY),
             },
             "schemas": {"Offer": {
-                "type": "object", "required": [*_TYPES, "user", *_AGE],
+                "type": "object", "required": [*_TYPES, "user", "users", *_AGE],
                 "properties": {name: {"type": kind} for name, kind in _TYPES.items()}
-                | {"status": _STATUS, "user": _USER} | _AGE,
+                | {"status": _STATUS, "user": _USER, "users": _USERS} | _AGE,
             }},
         },
     }

@@ -269,7 +269,8 @@ def test_versions_newest_first(app: Any) -> None:
     assert [(one["epoch"], one["step"], one["tier"]) for one in said["versions"]] == [
         (1, 3, "disk"), (0, 7, "memory"), (0, 7, "disk"), (0, 6, "memory"),
     ]
-    assert said["versions"][1] == vars(offer("memory", 7)) | {"user": [[0, 1], [3, 3]], "attached": True}
+    assert said["versions"][1] == vars(offer("memory", 7)) | {
+        "user": [[0, 1], [3, 3]], "users": [], "attached": True}
     assert said["absent"] == []
 
 
@@ -794,7 +795,7 @@ def test_an_offer_is_described(app: Any) -> None:
     kinds = {"string": str, "integer": int, "boolean": bool}
     for one in get(app, "/v1/versions").json["versions"]:
         assert set(one) == set(described["properties"]) == set(described["required"])
-        assert one.pop("user") == [[0, 1], [3, 3]]
+        assert one.pop("user") == [[0, 1], [3, 3]] and one.pop("users") == []
         for unsaid in ("age_steps", "age_seconds", "oldest"):
             assert "null" in described["properties"][unsaid]["type"] and one.pop(unsaid) is None
         assert all(type(one[name]) is kinds[described["properties"][name]["type"]] for name in one)

@@ -49,7 +49,7 @@ ROUTES: dict[str, tuple[dict[str, Any], dict[str, set[str]]]] = {
 OFFER = {
     "id": "m" + "0" * 31, "tier": "memory", "run_id": "run", "epoch": 0, "step": 7, "shard": "0", "status": "verified",
     "nbytes": 24, "matches": 1, "start": "s", "attached": True, "user": [[0, 3]], "age_steps": 1, "age_seconds": 0.5,
-    "oldest": 3,
+    "oldest": 3, "users": [[3, 7, [[0, 3]]]],
 }
 STREAM = {"id": "r" + "0" * 31, "number": 0, "mark": "m", "nbytes": 24, "sha256": "0" * 64}
 WITHHELD = [OFFER | {"why": "it is not confirmed"}]
@@ -141,7 +141,7 @@ def spoil(good: Any) -> Iterator[Any]:
             yield from ([*good[:number], wrong, *good[number + 1 :]] for wrong in spoil(value))
 
 
-@pytest.mark.parametrize("change", [{"age_steps": None}, {"age_seconds": None}, {"user": []}])
+@pytest.mark.parametrize("change", [{"age_steps": None}, {"age_seconds": None}, {"user": []}, {"users": []}])
 def test_what_an_offer_need_not_know(described: dict[str, Any], change: dict[str, Any]) -> None:
     jsonschema.validate(OFFER | change, described["components"]["schemas"]["Offer"])
 

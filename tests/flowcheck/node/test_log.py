@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 import flowcheck
 from flowcheck.ask.client import NodeClient, reader_key
 from flowcheck.ask.logs import FILE
-from flowcheck.ask.sources import Fetched, fetch, look
+from flowcheck.ask.sources import Fetched, choose, fetch, look
 from flowcheck.control.protocol import Base
 from flowcheck.control.version import MODEL
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.versions.journal.log_bases import Bases, whole_bases
+from flowcheck.node.versions.journal.log_folder import users_of
 from flowcheck.node.versions.journal.log_shelf import LogShelf
+from flowcheck.node.versions.user_states import rank_file, user_folder
 from lab.optimizers import Adam8bit, Lion, OrthogonalMomentum
 
 from ..hand_api import HandApi, HandVersion
@@ -80,6 +82,28 @@ def test_what_may_be_otherwise_and_what_nothing_proves_is_said(
     finally:
         torch.set_float32_matmul_precision(before)
     assert sum(one.levelname == "WARNING" and one.name == "flowcheck" for one in caplog.records) == warned
+
+
+def test_a_step_that_a_killed_rank_gave_no_state_of_is_passed_for_one_before_it(tmp_path: Path) -> None:
+    """The gradients and another rank's record of it are there."""
+    job = LoggedJob(tmp_path, MAKE["lion"])
+    job.train(6)
+    job.base()
+    job.train(16)
+    job.settle()
+    there = {19: [0, 1], 20: [0, 1], 21: [1], 22: [1]}
+    for step, ranks in there.items():
+        for rank in ranks:
+            file = rank_file(user_folder(users_of(job.folder.path), step), rank)
+            file.parent.mkdir(0o700, parents=True, exist_ok=True)
+            file.write_bytes(b"x")
+    with job.serving() as address:
+        offers = NodeClient(_split(address), reader_key(TOKEN.encode())).offers()
+    assert {one.step: one.with_user for one in offers if one.user} == there
+    keys = [{one.key for one in offers if one.has_user(rank)} for rank in (0, 1)]
+    held = [{one.key: one.status for one in offers}] * 2
+    assert (choose(held, users=keys, prefer_user=10) or (0, 0))[1] == 20
+    assert (choose(held) or (0, 0))[1] == 22
 
 
 def test_a_second_base_goes_on_where_the_first_one_is_too_old(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from flowcheck.ask.logs import FILE, SCHEMA, makes
-from flowcheck.ask.offer import LOG, Offer, spans
+from flowcheck.ask.offer import LOG, Offer, Spans, rows, spans
 from flowcheck.control.checksum import sum_text
 from flowcheck.control.start import line_of as line_of_start
 from flowcheck.control.version import seal
@@ -38,18 +38,19 @@ from flowcheck.node.versions.journal.folders import Folder, folders_in
 from flowcheck.node.versions.journal.log_bases import WholeBase, base_path, piece_path, whole_bases
 from flowcheck.node.versions.journal.log_folder import About, log_folder, read_about, users_of
 from flowcheck.node.versions.starts import Seen
-from flowcheck.node.versions.user_states import ranks_in, user_folder, user_in
+from flowcheck.node.versions.user_states import ranks_in, steps_of, user_folder, user_in
 
 __all__ = ["LogShelf", "logs_here", "makes_steps"]
 
 NO_SUM = "0" * 16
+COMING = 64  # steps whose own states may still be on their way
 
 
 @dataclass(frozen=True)
 class _Log:
     """entries: iterations that are there, without a hole, from the first that the base needs. heads, sizes: of these,
-    as they are kept, and bytes of each as it is served. steps: that can be made. ring: that the entries are read from;
-    one that it fails at is not there at the next look."""
+    as they are kept, and bytes of each as it is served. steps: that can be made. users: by step, whose own states lie
+    there. ring: that the entries are read from; one that it fails at is not there at the next look."""
 
     folder: Path
     about: About
@@ -58,6 +59,7 @@ class _Log:
     steps: range
     heads: tuple[bytes, ...]
     sizes: tuple[int, ...]
+    users: Mapping[int, Spans]
     ring: RingReader
 
     @property
@@ -77,6 +79,7 @@ class _Known:
         self._opened: RingReader | None = None
         self._job: tuple[About, Job] | None = None
         self._heads: dict[bytes, tuple[str, int]] = {}  # line, and bytes of the entry as it is served; of one plan
+        self._users: dict[int, Spans] = {}  # by step
         self._plan = ""
 
     def job(self, about: About) -> Job:
@@ -89,6 +92,14 @@ class _Known:
         """Raises FlowcheckError."""
         self._opened = self._opened or RingReader(self.folder / "ring")
         return self._opened
+
+    def users(self) -> dict[int, Spans]:
+        """By step, whose own states lie there. A step has all that it will have when newer ones have theirs."""
+        place = users_of(self.folder)
+        steps = sorted(steps_of(place))
+        here = {step: self._users[step] for step in steps[:-COMING] if step in self._users}
+        self._users = {step: here.get(step) or spans(ranks_in(user_folder(place, step))) for step in steps}
+        return self._users
 
     def sound(self, about: About) -> dict[int, tuple[bytes, int]]:
         """Heads and sizes by iteration, up to where ranks have contradicted each other. Raises FlowcheckError, OSError.
@@ -125,10 +136,10 @@ class LogShelf(Shelf):
 
     def _holding(self, log: _Log) -> Holding:
         about, step, path = log.about, log.steps[-1], log.path
-        users = spans(ranks_in(user_folder(users_of(log.folder), step)))
+        users = {one: found for one in log.steps if (found := log.users.get(one))}
         return Holding(Offer(
             id_of(LOG, path, inode_of(path), step), LOG, about.run_id, about.epoch, step, about.shard, UNVERIFIED,
-            log.nbytes, users, start=about.start, oldest=log.steps[0],
+            log.nbytes, users.get(step, ()), start=about.start, oldest=log.steps[0], users=rows(users),
         ), path, inode_of(path))
 
     def _pin(self, holding: Holding) -> Held:
@@ -245,7 +256,7 @@ def _logs_in(known: _Known) -> list[_Log]:
         job, found, ring = known.job(about), known.sound(about), known.ring()
     except (FlowcheckError, OSError):
         return []
-    logs = []
+    logs, users = [], known.users()
     for base in whole_bases(log_folder(folder)):
         first = last = base.first
         while last in found:
@@ -254,7 +265,7 @@ def _logs_in(known: _Known) -> list[_Log]:
         steps = makes(job, [piece.step for piece in base.pieces], entries)
         if steps:
             heads, sizes = zip(*(found[number] for number in entries), strict=True) if entries else ((), ())
-            logs.append(_Log(folder, about, base, entries, steps, heads, sizes, ring))
+            logs.append(_Log(folder, about, base, entries, steps, heads, sizes, users, ring))
     return sorted(logs, key=lambda log: (log.steps[-1], log.base.number), reverse=True)
 
 
