@@ -120,6 +120,7 @@ class OpenLog:
 
     def __init__(self, stream: Stream, head: LogHead, where: str) -> None:
         self._stream, self.head, self._where = stream, head, where
+        self._buckets: list[bytearray] = []  # of the last entry, whose memory the next one takes
 
     def pieces(self) -> Iterator[bytearray]:
         """Raises AskError."""
@@ -127,7 +128,7 @@ class OpenLog:
             yield self._part(nbytes, text, f"piece {number} of its base")
 
     def entries(self, step: int) -> Iterator[LogEntry]:
-        """Those of iterations before `step`. Raises AskError."""
+        """Those of iterations before `step`, whose buckets hold until the next is asked for. Raises AskError."""
         for iteration, nbytes in enumerate(self.head.entries, self.head.begins):
             if iteration >= step:
                 return
@@ -154,12 +155,16 @@ class OpenLog:
             raise AskError(f"the head of {what} is none: {error}", where=self._where) from None
         if sum(size for size, _ in spans) != nbytes - 8 - length:
             raise AskError(f"{what} has other sizes than its head says", where=self._where)
-        buckets = [self._part(size, text, f"bucket {number} of {what}") for number, (size, text) in enumerate(spans)]
-        return LogEntry(iteration, record, buffers, buckets)
+        before, self._buckets = self._buckets, []
+        for number, (size, text) in enumerate(spans):
+            kept = before[number] if number < len(before) and len(before[number]) == size else None
+            self._buckets.append(self._part(size, text, f"bucket {number} of {what}", kept))
+        return LogEntry(iteration, record, buffers, self._buckets)
 
-    def _part(self, nbytes: int, text: str, what: str) -> bytearray:
+    def _part(self, nbytes: int, text: str, what: str, kept: bytearray | None = None) -> bytearray:
+        """kept: memory of as many bytes that nobody needs any more."""
         try:
-            data = bytearray(nbytes)
+            data = bytearray(nbytes) if kept is None else kept
         except MemoryError:
             raise AskError(f"no memory for {nbytes} bytes: {what}", where=self._where) from None
         self._stream.fill([memoryview(data)])

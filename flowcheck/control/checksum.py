@@ -72,28 +72,6 @@ def _block_weights(device: torch.device) -> torch.Tensor:
     return _weights[device]
 
 
-def checksum_on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """The checksum as an int64 scalar on the tensor's device: no synchronisation."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    size = flat.element_size()
-    if size not in _INTEGERS:
-        raise ValueError(f"elements of {size} bytes ({tensor.dtype}) have no checksum")
-    weights = _block_weights(flat.device)
-    bits = flat.view(_INTEGERS[size])
-    total = _mix(torch.tensor(flat.numel(), device=flat.device))
-    for first in range(0, flat.numel(), _PART):
-        part = bits[first : first + _PART].to(torch.int64)
-        if size in _MASKS:
-            part = part & _MASKS[size]
-        whole = part.numel() // BLOCK * BLOCK
-        sums = (part[:whole].view(-1, BLOCK) * weights).sum(1)
-        rest = part[whole:]
-        sums = torch.cat([sums, (rest * weights[: rest.numel()]).sum().view(1)])
-        blocks = BLOCK + torch.arange(first // BLOCK, first // BLOCK + sums.numel(), device=flat.device)
-        total = total + ((_mix(blocks) | 1) * sums).sum()
-    return total
-
-
 def sum_text(data: bytearray | memoryview) -> str:
     """Of bytes, which are not copied: 16 hexadecimal digits."""
     held = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.zeros(0, dtype=torch.uint8)
@@ -102,7 +80,7 @@ def sum_text(data: bytearray | memoryview) -> str:
 
 def checksum(tensor: torch.Tensor) -> int:
     """64-bit checksum of a tensor's elements in row-major order; shape and type are not part of it."""
-    return int(checksum_on_device(tensor)) & _ALL
+    return begin_checksums({"": tensor}).get()[""]
 
 
 def checksums(state_dict: Mapping[str, torch.Tensor]) -> dict[str, int]:

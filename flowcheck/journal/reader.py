@@ -32,7 +32,7 @@ from flowcheck.journal.files import found_files, opened_to_read
 from flowcheck.journal.format import BLOCK, LINE, Descriptor, Geometry, NotOurs, Torn, aligned
 from updater.ring import sum_of
 
-__all__ = ["Damaged", "Entry", "Place", "RingReader", "geometry_of", "places_in", "spans_in"]
+__all__ = ["Damaged", "Entry", "Memory", "Place", "RingReader", "geometry_of", "places_in", "spans_in"]
 
 REMEDY = "an older step, or one that is made without it"
 _Read = TypeVar("_Read")
@@ -132,6 +132,21 @@ class RingReader:
                     ) from None
         more = f"; not used are {'; '.join(said)}" if said else ""
         raise UserError(f"iteration {number} is not in the journal{more}", where=str(self._directory), remedy=REMEDY)
+
+    def part(self, number: int, sizes: Sequence[int], span: int, first: int, count: int) -> bytes:
+        """Bytes of one span of an iteration that was read: its sums were looked at then. sizes: of its spans. Raises
+        UserError: it was overwritten meanwhile; EnvironmentProblem: it cannot be read."""
+        place = self._places.get(number)
+        if place is None:
+            raise UserError(f"iteration {number} is not in the journal", where=str(self._directory), remedy=REMEDY)
+        at = place.one.first_span + sum(aligned(size, LINE) for size in sizes[:span]) + first
+        try:
+            return place.having(partial(_some, at=at, count=count))
+        except _Gone:
+            raise UserError(f"iteration {number} was overwritten", where=place.name, remedy=REMEDY) from None
+        except (Damaged, OSError) as error:
+            raise EnvironmentProblem(f"iteration {number} cannot be read: {error}", where=place.name,
+                                     remedy=REMEDY) from None
 
     def following(self, numbers: Sequence[int]) -> Iterator[tuple[bytes, list[np.ndarray]]]:
         """As `read` of each, in two memories: spans hold until the next are asked for. Raises as `read` does, when the
@@ -262,6 +277,16 @@ def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
     if one.first_span + sum(aligned(int(size), LINE) for size in table[:, 0]) > one.nbytes:
         raise Damaged("its table is of more than it has")
     return front[: one.head_bytes].tobytes(), table
+
+
+def _some(descriptor: int, place: Place, at: int, count: int) -> bytes:
+    """Raises _Gone, Damaged, OSError."""
+    data = os.pread(descriptor, count, place.at + at)
+    if os.pread(descriptor, 8, place.at) != place.one.word.to_bytes(8, "little"):
+        raise _Gone  # its word goes before anything else of it is written
+    if len(data) < count:
+        raise Damaged("the file was cut short")
+    return data
 
 
 def _unchanged(descriptor: int, place: Place, memory: Memory | None) -> tuple[bytes, list[np.ndarray]]:

@@ -47,9 +47,11 @@ class Followed:
 
 def followed(job: Asking) -> Followed:
     """The first thing that a job is refused for, or that it can be followed."""
-    if job.layout in ("fsdp2", "deepspeed"):
-        name = "fully_shard without replicas" if job.layout == "fsdp2" else "DeepSpeed's ZeRO"
-        return Followed(False, f"{name}: {NO_REDUCED}", GATHERED)
+    if job.layout == "fsdp2":
+        return Followed(False, f"fully_shard without replicas: {NO_REDUCED}", GATHERED)
+    if job.layout == "deepspeed":
+        return Followed(False, "DeepSpeed's ZeRO: ZeRO-1 and ZeRO-2 AllReduce whole buckets, which are not read yet. "
+                        f"ZeRO-3: {NO_REDUCED}", GATHERED)
     if job.layout == "megatron" and job.shard == 1:
         return Followed(
             False, "Megatron without several instances of its distributed optimizer: its AllReduce of flat buffers is "

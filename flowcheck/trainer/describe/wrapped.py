@@ -4,9 +4,10 @@
                                                 Megatron-Core's of several optimizer instances, with its optimizer
     refuse_optimizer(optimizer)                 one that holds a part of its state alone
 
-Several: a dict of them by name, or a list, whose members have a mesh of devices each. FSDP, ZeRO and the distributed
-optimizers put no whole gradient on the wire, or step in a way that no replica of one rank can follow. Each is refused
-by its name, with what serves it. Classes of packages that are not here are known by their module's name.
+Several: a dict of them by name, or a list, whose members have a mesh of devices each. FSDP, ZeRO-3 and the distributed
+optimizers put no whole gradient on the wire. DeepSpeed's ZeRO-1 and ZeRO-2 do (stage_1_and_2.py, allreduce_and_scatter
+with use_multi_rank_bucket_allreduce, its default), and nobody reads its buckets yet. Each is refused by its name, with
+what serves it. Classes of packages that are not here are known by their module's name.
 
 torch and the standard library.
 """
@@ -47,7 +48,7 @@ COMPILED = (("torch._dynamo", "OptimizedModule", "is torch.compile's"),)
 OPTIMIZERS = (
     ("torch.distributed.optim", "ZeroRedundancyOptimizer", "steps a share of the parameters on each rank (ZeRO-1)"),
     ("deepspeed", "DeepSpeedZeroOptimizer_Stage3", "is DeepSpeed's ZeRO-3"),
-    ("deepspeed", "DeepSpeedZeroOptimizer", "is DeepSpeed's ZeRO-1 or ZeRO-2"),
+    ("deepspeed", "DeepSpeedZeroOptimizer", "is DeepSpeed's ZeRO-1 or ZeRO-2, whose buckets are not read"),
     ("deepspeed", "BF16_Optimizer", "is DeepSpeed's ZeRO-1 in bf16"),
     ("megatron.core.optimizer", "DistributedOptimizer", "is Megatron-Core's distributed optimizer: ReduceScatter puts"
      " no reduced gradient on the wire"),

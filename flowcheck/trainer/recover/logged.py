@@ -320,6 +320,8 @@ def _entries(
     """buffers: gets those of the last one. held: what they go into."""
     job, first = log.head.job, log.head.first
     due = {one.name for one in job.model if one.kind == "buffer" and not one.tied}
+    memory = {one.name: torch.zeros(torch.Size(one.shape).numel(), dtype=getattr(torch, job.gradients.dtype))
+              for one in job.model if one.kind == "optimized" and not one.tied}
     for entry in log.entries(step):
         where = f"iteration {entry.iteration} of the log"
         groups, skipped = entry.record["groups"], bool(entry.record["skipped"])
@@ -331,7 +333,7 @@ def _entries(
         stepped = record_of(groups[0], where)
         fused = stepped.grad_scale is not None  # then the optimizer itself unscales
         wire = Wire(job.gradients.divisor, None if fused else entry.record["scale"], entry.record["clip"])
-        gradients = _gradients(job, entry, entry.iteration - first, where)
+        gradients = _gradients(job, entry, entry.iteration - first, memory, where)
         buffers.clear()
         buffers |= entry.buffers
         yield Entry(
@@ -348,21 +350,27 @@ def _tensor(data: bytearray, dtype: str, where: str) -> torch.Tensor:
     return torch.frombuffer(data, dtype=kind) if data else torch.zeros(0, dtype=kind)
 
 
-def _gradients(job: Job, entry: LogEntry, iteration: int, where: str) -> dict[str, torch.Tensor]:
-    """By parameter, as the wire carried them. Raises UserError: not all of it is there."""
+def _gradients(
+    job: Job, entry: LogEntry, iteration: int, memory: Mapping[str, torch.Tensor], where: str
+) -> dict[str, torch.Tensor]:
+    """By parameter, as the wire carried them, until the next entry is read. memory: for those that lie in several
+    slices, all of it is written. Raises UserError: not all of it is there."""
     layout, spans = job.bucket_layout(iteration), entry.buckets
     shapes = {one.name: one.shape for one in job.model if one.kind == "optimized" and not one.tied}
     if len(layout) != len(spans):
         raise UserError(f"has {len(spans)} buckets, and {len(layout)} are described", where=where, remedy=_REMEDY)
-    found = {name: torch.zeros(torch.Size(shape).numel(), dtype=getattr(torch, job.gradients.dtype))
-             for name, shape in shapes.items()}
+    found = dict(memory)
     left = {name: value.numel() for name, value in found.items()}
     for bucket, data in zip(layout, spans, strict=True):
         flat = _tensor(data, job.gradients.dtype, where)
         for one in bucket.slices:
             if one.name not in found or one.offset + one.length > len(flat):
                 raise UserError(f"has a slice of {one.name!r} that is not there", where=where, remedy=_REMEDY)
-            found[one.name][one.start : one.start + one.length] = flat[one.offset : one.offset + one.length]
+            part = flat[one.offset : one.offset + one.length]
+            if one.length == memory[one.name].numel():
+                found[one.name] = part
+            else:
+                found[one.name][one.start : one.start + one.length] = part
             left[one.name] -= one.length
     if lacks := [name for name, count in left.items() if count]:
         raise UserError(f"lacks elements of {lacks[0]!r}", where=where, remedy=_REMEDY)

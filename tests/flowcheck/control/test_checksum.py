@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flowcheck.control import checksum as module
-from flowcheck.control.checksum import checksum, checksum_on_device, checksums
+from flowcheck.control.checksum import checksum, checksums, sums_on_device
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -141,8 +141,8 @@ def test_every_bit_of_an_element_counts(bit: int) -> None:
 
 def test_gradients_are_not_tracked_and_the_tensor_stays_as_it_is() -> None:
     tensor = torch.ones(3, requires_grad=True)
-    total = checksum_on_device(tensor)
-    assert total.dtype is torch.int64 and total.shape == () and not total.requires_grad
+    total = sums_on_device([tensor.detach()])
+    assert total.dtype is torch.int64 and total.shape == (1,) and not total.requires_grad
     assert int(total) % (1 << 64) == checksum(tensor) and tensor.tolist() == [1.0, 1.0, 1.0]
 
 
@@ -154,8 +154,8 @@ def test_an_element_of_16_bytes_has_no_checksum() -> None:
 def test_it_is_computed_where_the_tensor_is() -> None:
     """On a device without memory of its own: whatever was made on the CPU would not fit to it."""
     tensor = torch.empty(65536 + 3, device="meta")
-    assert checksum_on_device(tensor).device == tensor.device
-    assert checksum_on_device(torch.empty(0, device="meta")).device == tensor.device
+    assert sums_on_device([tensor]).device == tensor.device
+    assert sums_on_device([torch.empty(0, device="meta")]).device == tensor.device
 
 
 def test_checksums_by_name_in_the_given_order() -> None:

@@ -30,7 +30,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job, dtype_size
 from flowcheck.job.version_status import UNVERIFIED
-from flowcheck.journal.reader import RingReader
+from flowcheck.journal.reader import Memory, RingReader
 from flowcheck.node.versions.held import Gone, Held, Holding, inode_of
 from flowcheck.node.versions.holdings import Shelf, id_of
 from flowcheck.node.versions.journal.entries import line_of
@@ -153,7 +153,8 @@ class LogHeld(Held):
         self._head = self._head_of(log)
         sizes = [len(self._head), *(piece.nbytes for piece in log.base.pieces), *log.sizes]
         self._begins = [0, *accumulate(sizes)]
-        self._entry: tuple[int, list[memoryview]] | None = None  # that was read last
+        self._fronts: dict[int, tuple[bytes, list[int]]] = {}  # of entries that were found whole: front, sizes of spans
+        self._memory = Memory()
 
     @staticmethod
     def _head_of(log: _Log) -> bytes:
@@ -202,25 +203,39 @@ class LogHeld(Held):
         if part <= pieces:
             yield _some(piece_path(log_folder(self._log.folder), self._log.base.number, part - 1), begin, count)
             return
-        for view in self._views_of(part - pieces - 1):
-            if begin < len(view) and count > 0:
-                yield view[begin : begin + count]
-                count -= len(view[begin : begin + count])
-            begin = max(0, begin - len(view))
+        index = part - pieces - 1
+        front, sizes = self._front_of(index)
+        if begin < len(front):
+            yield memoryview(front)[begin : begin + count]
+            count -= len(front[begin : begin + count])
+        begin = max(0, begin - len(front))
+        for span, size in enumerate(sizes):
+            if begin < size and count > 0:
+                yield self._span(index, span, begin, min(count, size - begin))
+                count -= min(count, size - begin)
+            begin = max(0, begin - size)
 
-    def _views_of(self, index: int) -> list[memoryview]:
-        """Of an entry. Raises Gone: it is there no more, or damaged."""
-        if self._entry is None or self._entry[0] != index:
-            self._entry = None
+    def _front_of(self, index: int) -> tuple[bytes, list[int]]:
+        """Of an entry, which is read whole for it, once for all who ask. Raises Gone: it is there no more, or damaged.
+        """
+        if index not in self._fronts:
+            number = self._log.entries[index]
             try:
-                head, found = self._log.ring.read(self._log.entries[index])
+                head, found = self._log.ring.read(number, self._memory)
             except FlowcheckError as error:
                 raise Gone(error.what, where=error.where) from None
             if head != self._log.heads[index]:
-                raise Gone("was written anew", where=f"iteration {self._log.entries[index]}")
-            held = [one.data for one in found]
-            self._entry = index, [memoryview(_front(head, [(len(one), sum_text(one)) for one in held])), *held]
-        return self._entry[1]
+                raise Gone("was written anew", where=f"iteration {number}")
+            sums = [(len(one), sum_text(one.data)) for one in found]
+            self._fronts[index] = _front(head, sums), [size for size, _ in sums]
+        return self._fronts[index]
+
+    def _span(self, index: int, span: int, first: int, count: int) -> memoryview:
+        """Raises Gone."""
+        try:
+            return memoryview(self._log.ring.part(self._log.entries[index], self._fronts[index][1], span, first, count))
+        except FlowcheckError as error:
+            raise Gone(error.what, where=error.where) from None
 
     def user_of(self, step: int, rank: int) -> bytes:
         return self._user(lambda: user_in(user_folder(users_of(self._log.folder), step), rank))
@@ -229,7 +244,7 @@ class LogHeld(Held):
         return self.user_of(self.offer.step, rank)
 
     def close(self) -> None:
-        self._entry = None
+        self._memory = Memory()
 
 
 def logs_here(root: Path, run_id: str) -> list[Seen]:
