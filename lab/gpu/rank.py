@@ -31,7 +31,7 @@ from lab.wrapping import hashes
 __all__ = ["Told", "main", "run"]
 
 WIDTH, CLASSES, BATCH = 192, 16, 32
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]] = {
     # lr is a power of two: lr * gradient is exact, so that any order of rounding gives the same bits, and a difference
     # is the wire's.
     "sgd": (torch.optim.SGD, {"lr": 2.0**-6}),
@@ -40,7 +40,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw-fused": (torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.95), "fused": True}),
     # No kernel of the node's has their bits: these are kept as a log.
     "adam-fused-decay": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1, "fused": True}),
-    "muon": (torch.optim.Muon, {"lr": 1e-2, "weight_decay": 0.1}),
+    "muon": (getattr(torch.optim, "Muon", None), {"lr": 1e-2, "weight_decay": 0.1}),  # torch 2.9 and later
 }
 
 
@@ -80,6 +80,8 @@ def make(told: Told) -> tuple[nn.Module, torch.optim.Optimizer]:
         layers += [nn.Linear(inner, outer, bias=told.optimizer != "muon"), nn.Tanh()]
     model = nn.Sequential(*layers[:-1]).to(told.device)
     kind, options = OPTIMIZERS[told.optimizer]
+    if kind is None:
+        sys.exit(f"torch {torch.__version__} has no {told.optimizer}")
     return model, kind(model.parameters(), **options)
 
 
@@ -124,7 +126,8 @@ def redone(told: Told, known: list[dict[str, Any]]) -> dict[str, Any]:
     model, optimizer = make(told)
     recovered.load(model, optimizer)
     mine, then = hashes(model, optimizer), known[recovered.step - 1]
-    differs = [f"{kind} {name}" for kind in mine for name in mine[kind] if mine[kind][name] != then[kind].get(name)]
+    differs = [f"{kind} {name}" for kind in mine for name in sorted(mine[kind].keys() | then[kind].keys())
+               if mine[kind].get(name) != then[kind].get(name)]
     return {"step": recovered.step, "status": recovered.status, "differs": (differs or [""])[0]}
 
 

@@ -5,9 +5,9 @@
     refuse_optimizer(optimizer)                 one that holds a part of its state alone
 
 Several: a dict of them by name, or a list, whose members have a mesh of devices each. FSDP, ZeRO-3 and the distributed
-optimizers put no whole gradient on the wire. DeepSpeed's ZeRO-1 and ZeRO-2 do (stage_1_and_2.py, allreduce_and_scatter
-with use_multi_rank_bucket_allreduce, its default), and nobody reads its buckets yet. Each is refused by its name, with
-what serves it. Classes of packages that are not here are known by their module's name.
+optimizers put no whole gradient on the wire. DeepSpeed's ZeRO-1 and ZeRO-2 do (deepspeed.runtime.zero.stage_1_and_2,
+allreduce_and_scatter, as use_multi_rank_bucket_allreduce is by default), and nobody reads these buckets yet. Each is
+refused by its name, with what serves it. Classes of packages that are not here are known by their module's name.
 
 torch and the standard library.
 """
