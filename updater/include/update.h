@@ -127,6 +127,7 @@ uint64_t fcu_submit_calls(fcu_pool *pool, fcu_call *call, void *of, uint32_t cou
 void fcu_cancel(fcu_pool *pool);
 /* This batch and all before it are done? Waits for it so many nanoseconds, without end if negative. */
 int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds);
-void fcu_pool_stop(fcu_pool *pool);                                  /* finishes what was submitted          */
+/* Finishes what was submitted. In another process than the pool's it does nothing: a fork has none of its threads. */
+void fcu_pool_stop(fcu_pool *pool);
 
 #endif

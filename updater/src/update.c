@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -140,6 +141,7 @@ struct fcu_pool {
     batch *hand;          /* the one that chunks are taken from */
     uint64_t tickets, finished;
     int stop, threads;
+    pid_t process; /* whose threads they are */
     pthread_t thread[];
 };
 
@@ -240,7 +242,7 @@ fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tun
     fcu_pool *pool = calloc(1, sizeof *pool + (size_t)threads * sizeof(pthread_t));
     if (!pool)
         return NULL;
-    pool->kernels = kernels, pool->tuning = tuning;
+    pool->kernels = kernels, pool->tuning = tuning, pool->process = getpid();
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_condattr_t monotonic; /* the clock of fcu_wait */
@@ -356,6 +358,8 @@ int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds)
 
 void fcu_pool_stop(fcu_pool *pool)
 {
+    if (pool->process != getpid()) /* a fork's copy: it has the conditions with their waiters, and not the waiters */
+        return;
     pthread_mutex_lock(&pool->lock);
     pool->stop = 1;
     pthread_cond_broadcast(&pool->work);
