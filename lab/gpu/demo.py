@@ -79,7 +79,7 @@ def follow(
     with Node(place, out, run.log) as node:
         failed = _train(run, place, out, library, nccl, command, limit, node, other)
     if run.log:
-        return (False, failed) if failed else _redone(run, out)
+        return (False, failed) if failed else _redone(out)
     lines = [(node.hashes, ledger.node), *((out / f"rank{rank}.jsonl", ledger.trainer) for rank in range(run.ranks))]
     for path, take in lines:
         for line in path.read_text().splitlines() if path.exists() else ():
@@ -106,12 +106,12 @@ def follow(
     return True, f"{found.equal} versions equal, {found.tensors} tensors by SHA-256"
 
 
-def _redone(run: Run, out: Path) -> tuple[bool, str]:
+def _redone(out: Path) -> tuple[bool, str]:
     """What ranks say of the steps that they made again."""
     lines = [json.loads(line) for line in (out / "said.jsonl").read_text().splitlines()]
     for line in lines:
         again = line["redone"]
-        if again["differs"] or again["step"] < run.iterations - 3:
+        if again["differs"] or again["step"] < line["iterations"] - 3:
             what = f"DIFFERS first in {again['differs']}" if again["differs"] else "is too old"
             return False, f"rank {line['rank']}: step {again['step']}, made again, {what}; {line['why']}"
     return True, f"step {lines[0]['redone']['step']} made again by each rank, {lines[0]['redone']['status']}, equal"

@@ -46,9 +46,10 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Told:
-    """rank, ranks, iterations: obvious. backend, device: nccl and cuda. optimizer: one of OPTIMIZERS. protocol, nccl:
-    what NCCL was told, and its version. master: HOST:PORT of torch's rendezvous. out, seconds: where hashes go, and how
-    long the node's last version is waited for. api: of the node, where the job is kept as a log; otherwise ""."""
+    """rank, ranks: obvious. iterations: after the first version, or where none comes in `seconds`. backend, device:
+    nccl and cuda. optimizer: one of OPTIMIZERS. protocol, nccl: what NCCL was told, and its version. master: HOST:PORT
+    of torch's rendezvous. out: where hashes go. seconds: how long versions are waited for. api: of the node, where the
+    job is kept as a log; otherwise ""."""
 
     rank: int
     ranks: int
@@ -85,6 +86,27 @@ def make(told: Told) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, kind(model.parameters(), **options)
 
 
+class End:
+    """Of a training: rank 0 decides, and says so in torch's store, which is not the network that is followed."""
+
+    def __init__(self, told: Told, attachment: flowcheck.Attachment) -> None:
+        self._told, self._attachment = told, attachment
+        self._store = dist.distributed_c10d._get_default_store()
+        self._limit = time.monotonic() + told.seconds
+        self._last = -1  # not decided
+
+    def after(self, iteration: int) -> bool:
+        """Is there this one?"""
+        if self._told.rank == 0:
+            begun = self._attachment.published[0] >= 0 or self._attachment.state == "refused"
+            if self._last < 0 and (begun or time.monotonic() > self._limit):
+                self._last = iteration + self._told.iterations
+            self._store.set(f"last after {iteration}", str(self._last))
+        else:
+            self._last = int(self._store.get(f"last after {iteration}"))
+        return self._last < 0 or iteration < self._last
+
+
 def run(told: Told) -> None:
     prepared = flowcheck.prepare()
     for problem in prepared.problems:
@@ -98,7 +120,8 @@ def run(told: Told) -> None:
     known: list[dict[str, Any]] = []
     torch.manual_seed(100 + told.rank)
     with (Path(told.out) / f"rank{told.rank}.jsonl").open("w") as out:
-        for iteration in range(told.iterations):
+        end = End(told, attachment)
+        for iteration in itertools.takewhile(end.after, itertools.count()):
             x, y = torch.randn(BATCH, 64), torch.randint(CLASSES, (BATCH,))
             with attachment.iteration():
                 optimizer.zero_grad(set_to_none=True)
@@ -108,10 +131,11 @@ def run(told: Told) -> None:
             known.append(mine)
             out.write(json.dumps({"stage": 0, "rank": told.rank, "iteration": iteration, "buffers": [], **mine}) + "\n")
             out.flush()
-    end = time.monotonic() + told.seconds
-    while attachment.published[0] < told.iterations - 1 and attachment.state != "refused" and time.monotonic() < end:
+    limit = time.monotonic() + told.seconds
+    while attachment.published[0] < len(known) - 1 and attachment.state != "refused" and time.monotonic() < limit:
         time.sleep(0.05)
-    said = {"rank": told.rank, "state": str(attachment.state), "why": attachment.why, "published": attachment.published}
+    said = {"rank": told.rank, "iterations": len(known), "state": str(attachment.state), "why": attachment.why,
+            "published": attachment.published}
     attachment.close()
     dist.destroy_process_group()
     if told.api:
