@@ -20,8 +20,7 @@ import signal
 import socket
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,7 @@ from flowcheck.node.api.worker import serve, server_of
 from flowcheck.node.doors.http_door import Limits
 from flowcheck.node.versions.holdings import MemoryShelf
 from flowcheck.node.versions.journal.log_shelf import LogShelf
-from lab.bench.rows import alternate
+from lab.bench.rows import alternate, timed
 from tests.flowcheck.node.log_scene import TOKEN, LoggedJob
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
@@ -90,31 +89,23 @@ def main() -> None:
         replica = Replica(dict(job.model.state_dict()), spec, path=state / "flowcheck-n--1.replica", run_id="state",
                           step=7, optimizer_state=moments, slots=3)
         with served(log, state) as address:
-            step = flowcheck.recover(address, token=TOKEN, together=False, run_id=job.job.run_id).step
+            def recovered(run_id: str) -> flowcheck.Recovered:
+                return flowcheck.recover(address, token=TOKEN, together=False, run_id=run_id)
 
-            def timed(load: Callable[[flowcheck.Recovered], None], run_id: str) -> Callable[[], float]:
-                def run() -> float:
-                    began = time.perf_counter()
-                    load(flowcheck.recover(address, token=TOKEN, together=False, run_id=run_id))
-                    return time.perf_counter() - began
-                return run
+            def redone() -> None:
+                recovered(job.job.run_id).load(*job.fresh())
 
-            def redone(found: flowcheck.Recovered) -> None:
-                found.load(*job.fresh())
-
-            def read(found: flowcheck.Recovered) -> None:
-                model, optimizer = job.fresh()
+            def read() -> None:
+                found, (model, optimizer) = recovered("state"), job.fresh()
                 model.load_state_dict(found.model)
                 optimizer.load_state_dict(found.optimizer)
 
-            def alone() -> float:
-                began = time.perf_counter()
+            def alone() -> None:
                 for _ in range(given.steps):
                     job.optimizer.step()
-                return time.perf_counter() - began
 
-            taken = alternate({"log": timed(redone, job.job.run_id), "state": timed(read, "state"), "steps": alone},
-                              given.rounds)
+            step = recovered(job.job.run_id).step
+            taken = alternate({"log": timed(redone), "state": timed(read), "steps": timed(alone)}, given.rounds)
         replica.close()
     count = sum(one.numel() for one in job.named.values())
     print(f"{count:,} parameters; step {step}, {given.steps} or more behind its base; medians of {given.rounds} rounds")

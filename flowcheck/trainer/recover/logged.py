@@ -320,8 +320,7 @@ def _entries(
     """buffers: gets those of the last one. held: what they go into."""
     job, first = log.head.job, log.head.first
     due = {one.name for one in job.model if one.kind == "buffer" and not one.tied}
-    memory = {one.name: torch.zeros(torch.Size(one.shape).numel(), dtype=getattr(torch, job.gradients.dtype))
-              for one in job.model if one.kind == "optimized" and not one.tied}
+    memory: dict[str, torch.Tensor] = {}
     for entry in log.entries(step):
         where = f"iteration {entry.iteration} of the log"
         groups, skipped = entry.record["groups"], bool(entry.record["skipped"])
@@ -351,25 +350,30 @@ def _tensor(data: bytearray, dtype: str, where: str) -> torch.Tensor:
 
 
 def _gradients(
-    job: Job, entry: LogEntry, iteration: int, memory: Mapping[str, torch.Tensor], where: str
+    job: Job, entry: LogEntry, iteration: int, memory: dict[str, torch.Tensor], where: str
 ) -> dict[str, torch.Tensor]:
-    """By parameter, as the wire carried them, until the next entry is read. memory: for those that lie in several
+    """By parameter, as the wire carried them, until the next entry is read. memory: kept for those that lie in several
     slices, all of it is written. Raises UserError: not all of it is there."""
     layout, spans = job.bucket_layout(iteration), entry.buckets
     shapes = {one.name: one.shape for one in job.model if one.kind == "optimized" and not one.tied}
     if len(layout) != len(spans):
         raise UserError(f"has {len(spans)} buckets, and {len(layout)} are described", where=where, remedy=_REMEDY)
-    found = dict(memory)
-    left = {name: value.numel() for name, value in found.items()}
+    kind = getattr(torch, job.gradients.dtype)
+    totals = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    found = {name: torch.zeros(0, dtype=kind) for name, total in totals.items() if not total}
+    left = dict(totals)
     for bucket, data in zip(layout, spans, strict=True):
         flat = _tensor(data, job.gradients.dtype, where)
         for one in bucket.slices:
-            if one.name not in found or one.offset + one.length > len(flat):
+            if one.name not in totals or one.offset + one.length > len(flat):
                 raise UserError(f"has a slice of {one.name!r} that is not there", where=where, remedy=_REMEDY)
             part = flat[one.offset : one.offset + one.length]
-            if one.length == memory[one.name].numel():
+            if one.length == totals[one.name]:
                 found[one.name] = part
             else:
+                if one.name not in memory:
+                    memory[one.name] = torch.zeros(totals[one.name], dtype=kind)
+                found[one.name] = memory[one.name]
                 found[one.name][one.start : one.start + one.length] = part
             left[one.name] -= one.length
     if lacks := [name for name, count in left.items() if count]:
