@@ -20,6 +20,7 @@ Locks are of the open file (F_OFD_SETLK), one per pin.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -110,7 +111,9 @@ class Store:
         stride = -(-extent(layout["arrays"]) // _TEXT) * _TEXT
         size = first + int(layout["slots"]) * stride
         if path is None:
-            memory, fd = mmap.mmap(-1, size), -1
+            memory, fd = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), -1
+            with contextlib.suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         else:
             memory, fd, size = _new_file(path, size)
         head = _HEADER.pack(

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,9 +30,9 @@ from flowcheck.durable import reporting
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.journal.files import found_files, opened_to_read
 from flowcheck.journal.format import BLOCK, LINE, Descriptor, Geometry, NotOurs, Torn, aligned
-from updater.ring import sum_of
+from updater.ring import file_system, sum_of
 
-__all__ = ["Damaged", "Entry", "Memory", "Place", "RingReader", "geometry_of", "places_in", "spans_in"]
+__all__ = ["Damaged", "Entry", "Followed", "Memory", "Place", "RingReader", "geometry_of", "places_in", "spans_in"]
 
 REMEDY = "an older step, or one that is made without it"
 _Read = TypeVar("_Read")
@@ -45,6 +45,15 @@ class Entry(NamedTuple):
     number: int
     head: bytes
     nbytes: int
+
+
+class Followed(NamedTuple):
+    """One of several entries. check(): call it when the spans were used; raises UserError: they were overwritten
+    meanwhile, and what was made of them is nothing."""
+
+    head: bytes
+    spans: list[np.ndarray]
+    check: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -113,25 +122,7 @@ class RingReader:
         """Head and spans (uint8, in the order offered) of an iteration. memory: in which they lie, and those that were
         read into it before do not any more. Raises UserError: it is not there, or was overwritten meanwhile;
         EnvironmentProblem: it is damaged, or cannot be read."""
-        if (known := self._places.get(number)) is not None:
-            with contextlib.suppress(_Gone, Damaged, NotOurs, OSError):  # what is wrong is said below
-                return known.having(partial(_unchanged, memory=memory))
-            self._heads.pop(known, None)
-        said: list[str] = []
-        for place in self._whole(said, {}):
-            if place.one.number == number:
-                try:
-                    return place.having(partial(spans_in, memory=memory))
-                except _Gone:
-                    raise UserError(
-                        f"iteration {number} was overwritten while it was read", where=place.name, remedy=REMEDY
-                    ) from None
-                except (Damaged, NotOurs, OSError) as error:
-                    raise EnvironmentProblem(
-                        f"iteration {number} cannot be used: {error}", where=place.name, remedy=REMEDY
-                    ) from None
-        more = f"; not used are {'; '.join(said)}" if said else ""
-        raise UserError(f"iteration {number} is not in the journal{more}", where=str(self._directory), remedy=REMEDY)
+        return self._read(number, (memory or Memory()).image)[1:]
 
     def part(self, number: int, sizes: Sequence[int], span: int, first: int, count: int) -> bytes:
         """Bytes of one span of an iteration that was read: its sums were looked at then. sizes: of its spans. Raises
@@ -148,19 +139,49 @@ class RingReader:
             raise EnvironmentProblem(f"iteration {number} cannot be read: {error}", where=place.name,
                                      remedy=REMEDY) from None
 
-    def following(self, numbers: Sequence[int]) -> Iterator[tuple[bytes, list[np.ndarray]]]:
-        """As `read` of each, in two memories: spans hold until the next are asked for. Raises as `read` does, when the
-        one that cannot be read is asked for."""
-        memories = Memory(), Memory()
+    def following(self, numbers: Sequence[int]) -> Iterator[Followed]:
+        """As `read` of each: spans hold until the next are asked for. Where the file system is memory they are those of
+        the file and not copied, for a step is made as fast as memory can be read; a file that is cut short meanwhile
+        then ends this process (SIGBUS). Raises as `read` does, when the one that cannot be read is asked for."""
+        mapped = self._in_memory()
+        images = [_Mapped().image] if mapped else [Memory().image, Memory().image]
         with ThreadPoolExecutor(1, "flowcheck journal reader") as thread:
-            coming = [thread.submit(self.read, number, memories[0]) for number in numbers[:1]]
+            coming = [thread.submit(self._read, number, images[0]) for number in numbers[:1]]
             for at in range(1, len(numbers) + 1):
-                one = coming.pop().result()
+                place, head, spans = coming.pop().result()
                 if at < len(numbers):
-                    coming.append(thread.submit(self.read, numbers[at], memories[at % 2]))
-                yield one
+                    coming.append(thread.submit(self._read, numbers[at], images[at % len(images)]))
+                yield Followed(head, spans, partial(_check, place)) if mapped else Followed(head, spans)
 
     # -- inside ------------------------------------------------------------------------------------------------
+
+    def _in_memory(self) -> bool:
+        with reporting(self._directory, "a directory that can be read"):
+            descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                return bool(file_system(descriptor))
+            finally:
+                os.close(descriptor)
+
+    def _read(self, number: int, image: _Image) -> tuple[Place, bytes, list[np.ndarray]]:
+        """As `read`, and where it lies."""
+        if (known := self._places.get(number)) is not None:
+            with contextlib.suppress(_Gone, Damaged, NotOurs, OSError):  # what is wrong is said below
+                return known, *known.having(partial(_unchanged, image=image))
+            self._heads.pop(known, None)
+        said: list[str] = []
+        for place in self._whole(said, {}):
+            if place.one.number == number:
+                try:
+                    return place, *place.having(partial(spans_in, image=image))
+                except _Gone:
+                    raise _overwritten(place) from None
+                except (Damaged, NotOurs, OSError) as error:
+                    raise EnvironmentProblem(
+                        f"iteration {number} cannot be used: {error}", where=place.name, remedy=REMEDY
+                    ) from None
+        more = f"; not used are {'; '.join(said)}" if said else ""
+        raise UserError(f"iteration {number} is not in the journal{more}", where=str(self._directory), remedy=REMEDY)
 
     def _files(self) -> list[Path]:
         with reporting(self._directory, "a directory that can be read"):
@@ -244,26 +265,71 @@ class Memory:
 
     def of(self, count: int) -> memoryview:
         if self._map is None or len(self._map) < count:
-            self._map = mmap.mmap(-1, count)
+            self._map = mmap.mmap(-1, count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # a kernel without them
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         return memoryview(self._map)[:count]
 
+    def image(self, descriptor: int, at: int, count: int) -> np.ndarray:
+        """As an _Image."""
+        view, done = self.of(count), 0
+        while done < count:
+            got = os.preadv(descriptor, [view[done:]], at + done)
+            if not got:
+                raise Damaged("the file was cut short")
+            done += got
+        return np.frombuffer(view, np.uint8)
 
-def _bytes(descriptor: int, at: int, count: int, memory: Memory) -> np.ndarray:
-    """Raises Damaged: the file ends before."""
-    view, done = memory.of(count), 0
-    while done < count:
-        got = os.preadv(descriptor, [view[done:]], at + done)
-        if not got:
+
+class _Image(Protocol):
+    """So many bytes of an open file, from one on. Raises Damaged: it ends before; OSError."""
+
+    def __call__(self, descriptor: int, at: int, count: int) -> np.ndarray: ...
+
+
+class _Mapped:
+    """Files where they lie: what is in them at any time, and not copied. A file is mapped once, for to map and to let
+    go takes longer than to read it."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, np.ndarray] = {}  # by inode
+
+    def image(self, descriptor: int, at: int, count: int) -> np.ndarray:
+        """As an _Image."""
+        found = os.fstat(descriptor)
+        if found.st_size < at + count:
             raise Damaged("the file was cut short")
-        done += got
-    return np.frombuffer(view, np.uint8)
+        if found.st_ino not in self._files:
+            memory = mmap.mmap(descriptor, 0, mmap.MAP_SHARED, mmap.PROT_READ)
+            self._files[found.st_ino] = np.frombuffer(memory, np.uint8)
+        return self._files[found.st_ino][at : at + count]
+
+
+def _check(place: Place) -> None:
+    """Of spans that were used where they lie. Raises UserError."""
+    try:
+        place.having(_unspoilt)
+    except _Gone:
+        raise _overwritten(place) from None
+    except (NotOurs, OSError) as error:
+        raise EnvironmentProblem(f"iteration {place.one.number} cannot be used: {error}", where=place.name,
+                                 remedy=REMEDY) from None
+
+
+def _unspoilt(descriptor: int, place: Place) -> None:
+    """Raises _Gone: its word goes before anything else of it is written."""
+    if os.pread(descriptor, 8, place.at) != place.one.word.to_bytes(8, "little"):
+        raise _Gone
+
+
+def _overwritten(place: Place) -> UserError:
+    return UserError(
+        f"iteration {place.one.number} was overwritten while it was read", where=place.name, remedy=REMEDY)
 
 
 def _front(descriptor: int, place: Place) -> tuple[bytes, np.ndarray]:
     """Head and table. Raises Damaged, OSError."""
-    return _checked(_bytes(descriptor, place.at, place.one.first_span, Memory())[BLOCK:], place.one)
+    return _checked(Memory().image(descriptor, place.at, place.one.first_span)[BLOCK:], place.one)
 
 
 def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
@@ -282,30 +348,32 @@ def _checked(front: np.ndarray, one: Descriptor) -> tuple[bytes, np.ndarray]:
 def _some(descriptor: int, place: Place, at: int, count: int) -> bytes:
     """Raises _Gone, Damaged, OSError."""
     data = os.pread(descriptor, count, place.at + at)
-    if os.pread(descriptor, 8, place.at) != place.one.word.to_bytes(8, "little"):
-        raise _Gone  # its word goes before anything else of it is written
+    _unspoilt(descriptor, place)
     if len(data) < count:
         raise Damaged("the file was cut short")
     return data
 
 
-def _unchanged(descriptor: int, place: Place, memory: Memory | None) -> tuple[bytes, list[np.ndarray]]:
+def _unchanged(descriptor: int, place: Place, image: _Image) -> tuple[bytes, list[np.ndarray]]:
     """As `spans_in`. Raises _Gone, too: its first block is another one by now, or damaged."""
     if os.pread(descriptor, BLOCK, place.at) != place.one.block():
         raise _Gone
-    return spans_in(descriptor, place, memory)
+    return spans_in(descriptor, place, image)
 
 
-def spans_in(descriptor: int, place: Place, memory: Memory | None = None) -> tuple[bytes, list[np.ndarray]]:
-    """Head and spans, all sums checked. memory: as of RingReader.read. Raises Damaged, OSError."""
+def spans_in(
+    descriptor: int, place: Place, image: _Image | None = None
+) -> tuple[bytes, list[np.ndarray]]:
+    """Head and spans, all sums checked. image: what reads them; None: into memory of their own. Raises Damaged,
+    OSError."""
     one = place.one
-    image = _bytes(descriptor, place.at, one.nbytes, memory or Memory())
-    head, table = _checked(image[BLOCK : one.first_span], one)
+    found = (image or Memory().image)(descriptor, place.at, one.nbytes)
+    head, table = _checked(found[BLOCK : one.first_span], one)
     at, spans = one.first_span, []
     for number, (size, wanted) in enumerate(table.tolist()):
         end = at + aligned(size, LINE)
-        if sum_of(image[at:end]) != wanted:
+        if sum_of(found[at:end]) != wanted:
             raise Damaged(f"the sum of span {number} differs")
-        spans.append(image[at : at + size])
+        spans.append(found[at : at + size])
         at = end
     return head, spans

@@ -21,8 +21,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO
 
-import numpy as np
-
 from flowcheck.checkpoint.deltas import Chain, Deltas, Span, way
 from flowcheck.checkpoint.directory import MANIFEST, step_path
 from flowcheck.checkpoint.objects import Objects, open_store
@@ -33,6 +31,7 @@ from flowcheck.durable import make_directory, new_directory, remove_tree, write_
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.version_status import VersionStatus
 from flowcheck.journal.entry_file import entry_in
+from flowcheck.journal.reader import Followed
 from flowcheck.node.process.child import begun, guarded
 from flowcheck.node.store.border import StoredRemakeSettings
 from flowcheck.node.versions.journal.border import Said
@@ -119,11 +118,11 @@ class _Reader:
         self._begins: list[int] = []
         self._here: Span | None = None
 
-    def following(self, numbers: Sequence[int]) -> Iterator[tuple[bytes, list[np.ndarray]]]:
+    def following(self, numbers: Sequence[int]) -> Iterator[Followed]:
         """As of RingReader. Raises UserError, EnvironmentProblem."""
         return map(self._read, numbers)
 
-    def _read(self, number: int) -> tuple[bytes, list[np.ndarray]]:
+    def _read(self, number: int) -> Followed:
         span = next(one for one in self._spans if one.first <= number <= one.last)
         if span is not self._here:
             sizes = self._deltas.read(span, self._chain, self._file)
@@ -131,7 +130,7 @@ class _Reader:
         said, head, spans = entry_in(self._file.fileno(), self._begins[number - span.first], span.name)
         if said != number:
             raise FlowcheckError(f"iteration {said} lies where {number} should", where=span.name)
-        return head, spans
+        return Followed(head, spans)
 
 
 # -- the process -----------------------------------------------------------------------------------------------------

@@ -76,6 +76,8 @@ def test_a_bit_of_an_entry(ring: Path, region: str, data: st.DataObject, which: 
         with pytest.raises((EnvironmentProblem, UserError)) as caught:
             reader.read(NUMBERS[which])
         assert f"ring-00000 at byte {place}" in str(caught.value)
+        with pytest.raises((EnvironmentProblem, UserError)):
+            next(reader.following(NUMBERS[which : which + 1]))
         if not region.startswith("span"):
             assert [entry.number for entry in reader.entries] == [NUMBERS[1 - which]]
             assert len(reader.damaged) == 1 and f"at byte {place}" in reader.damaged[0]

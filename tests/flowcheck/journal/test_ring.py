@@ -55,6 +55,32 @@ def test_the_newest_are_there(directory: Path) -> None:
         assert found(directory) == [4, 5, 6, 7]
 
 
+def test_one_after_the_other(directory: Path) -> None:
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        for number in range(4):
+            write(writer, number)
+    for number, one in zip(range(1, 4), RingReader(directory).following(range(1, 4)), strict=True):
+        assert (one.head, [span.tobytes() for span in one.spans]) == wanted(number)
+        one.check()
+
+
+def test_what_is_used_while_it_is_overwritten(directory: Path) -> None:
+    """Either its spans are what they were, or who used them is told."""
+    with RingWriter(directory, FOUR, place_bytes()) as writer:
+        for number in range(4):
+            write(writer, number)
+        following = RingReader(directory).following([0, 1])
+        one = next(following)
+        for number in (4, 5):
+            write(writer, number)
+        try:
+            one.check()
+        except UserError:
+            assert directory.is_relative_to(MEMORY)
+        else:
+            assert (one.head, [span.tobytes() for span in one.spans]) == wanted(0)
+
+
 SIZE = st.one_of(st.integers(0, 300), st.integers(0, 3 << 18), st.sampled_from([1 << 18, 5 << 18]))
 SPANS = st.lists(SIZE, max_size=6)
 

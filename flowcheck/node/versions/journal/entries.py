@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -112,7 +113,9 @@ def read(head: bytes, spans: Sequence[np.ndarray]) -> KeptEntry:
 
 def _elements(span: np.ndarray, dtype: str, elements: int) -> torch.Tensor:
     kind: torch.dtype = getattr(torch, dtype)
-    found = torch.from_numpy(span).view(kind) if span.size else torch.zeros(0, dtype=kind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor does anybody write it
+        found = torch.from_numpy(span).view(kind) if span.size else torch.zeros(0, dtype=kind)
     if found.numel() != elements:
         raise ValueError(f"a bucket of {found.numel()} elements, not {elements}")
     return found

@@ -13,15 +13,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from flowcheck.checkpoint.directory import MANIFEST, load_step, read_step_manifest, step_path
 from flowcheck.control.version import Version
 from flowcheck.durable import adopt, remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.clock import Clock
 from flowcheck.job.version_status import FOLLOWS, VERIFIED, VersionStatus
-from flowcheck.journal.reader import RingReader
+from flowcheck.journal.reader import Followed, RingReader
 from flowcheck.node.versions.journal.entries import KeptEntry, line_of, read
 from flowcheck.node.versions.journal.folders import Folder, Place
 from flowcheck.node.versions.journal.job_text import JobText, planned
@@ -32,13 +30,14 @@ from updater.errors import UpdaterError
 __all__ = ["WORK", "made_of", "remake"]
 
 WORK = "work"
-Following = Callable[[Sequence[int]], Iterable[tuple[bytes, list[np.ndarray]]]]
+Following = Callable[[Sequence[int]], Iterable[Followed]]
 
 
 def remake(
     folder: Folder, base: Place, step: int, threads: int, say: Callable[[int], None] = lambda made: None
 ) -> Path:
-    """say: how many steps are made. Memory: two states and two entries."""
+    """say: how many steps are made. Memory: two states; and two entries, where the
+    journal is on a disk."""
     try:
         job = JobText.of(folder.job.read_text())
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -66,11 +65,12 @@ def made_of(
         replica.start(loaded.parameters, loaded.optimizer_state, loaded.step)
         del loaded
         made, clock, numbers = _Made(replica, begun), Clock(job.first), range(begun.step, step)
-        for number, (head, spans) in zip(numbers, following(numbers), strict=True):
-            entry = read(head, spans)
-            if (line_of(head, job.plan), entry.number) != (base.line, number):
+        for number, one in zip(numbers, following(numbers), strict=True):
+            entry = read(one.head, one.spans)
+            if (line_of(one.head, job.plan), entry.number) != (base.line, number):
                 raise FlowcheckError(f"iteration {number} is of another line of versions", where=where)
             again(replica, plan, clock.iteration(number), entry.made.record, entry.made.buckets, number, where)
+            one.check()
             made.take(entry, number + 1, where)
             say(number + 1 - begun.step)
         with replica.pinned() as version:
