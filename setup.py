@@ -162,7 +162,7 @@ def compiled() -> list[Extension]:
 # The trainers' side: rooms of flowcheck/, and modules beside them that only commands use.
 ROOMS = (
     "ask", "checkpoint", "control", "job", "trainer", "trainer.connection", "trainer.describe", "trainer.nccl",
-    "trainer.log", "trainer.recover",
+    "trainer.feed", "trainer.log", "trainer.recover",
 )
 COMMANDS = ("cli", "tables")
 

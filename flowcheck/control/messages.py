@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.control.feed_messages import Fed, Unfed
 from flowcheck.control.log_messages import Base, BaseWanted
 from flowcheck.control.message_fields import (
     MOST_RANGES,
@@ -33,9 +34,9 @@ from flowcheck.job.form import shown
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Base", "BaseWanted", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes",
-    "Joined", "Journal", "Manifest", "Members", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused",
-    "Share", "Span", "State", "Steps", "User", "UserHead", "Wanted", "Welcome",
+    "RESYNC", "ROLES", "Base", "BaseWanted", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Fed", "Flows", "Hello",
+    "Holes", "Joined", "Journal", "Manifest", "Members", "Notice", "Patch", "Progress", "Range", "Ranges", "Record",
+    "Refused", "Share", "Span", "State", "Steps", "Unfed", "User", "UserHead", "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
@@ -380,6 +381,7 @@ MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
         Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Journal,
-        Entry, Steps, User, UserHead, BaseWanted, Base, Bye, Wanted, Joined, Progress, Epoch, Notice, Members,
+        Entry, Steps, User, UserHead, BaseWanted, Base, Bye, Wanted, Joined, Progress, Epoch, Notice, Members, Fed,
+        Unfed,
     )
 }

@@ -3,7 +3,8 @@
 What they say: messages.py; in which frames: link.py. Both are to be had from here.
 
     opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
-    then       trainer: Flows, Manifest, State, Patch, User, UserHead, Record, Members, Notice, Bye
+    then       trainer: Flows, Manifest, State, Patch, User, UserHead, Record, Members, Notice, Bye; Base of
+               a log; Fed, Unfed of a job that sends its gradients
                node: Wanted, Ranges, Joined, Progress, Epoch, Notice, Refused
     or         peer: Holes, Journal, Steps    node: Bytes, Entry, Steps, Refused
 
@@ -52,6 +53,7 @@ from flowcheck.control.messages import (
     Challenge,
     Entry,
     Epoch,
+    Fed,
     Flows,
     Hello,
     Holes,
@@ -70,6 +72,7 @@ from flowcheck.control.messages import (
     Span,
     State,
     Steps,
+    Unfed,
     User,
     UserHead,
     Wanted,
@@ -79,10 +82,10 @@ from flowcheck.errors import UserError
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Base", "BaseWanted", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Flows", "Hello", "Holes",
-    "Joined", "Journal", "Known", "Limits", "Link", "Manifest", "Members", "MisfitError", "Notice", "Opening", "Patch",
-    "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User",
-    "UserHead", "Wanted", "Welcome", "accept", "frame", "greet", "tls_reason", "token_bytes",
+    "RESYNC", "ROLES", "Base", "BaseWanted", "Bye", "Bytes", "Challenge", "Entry", "Epoch", "Fed", "Flows", "Hello",
+    "Holes", "Joined", "Journal", "Known", "Limits", "Link", "Manifest", "Members", "MisfitError", "Notice", "Opening",
+    "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Share", "Span", "State", "Steps",
+    "Unfed", "User", "UserHead", "Wanted", "Welcome", "accept", "frame", "greet", "tls_reason", "token_bytes",
 ]
 
 TOKEN_BYTES = (16, 4096)

@@ -21,13 +21,16 @@ from flowcheck.job.model import (
     CARRIES,
     DTYPE_BYTES,
     ENTRY_BYTES,
+    FEED,
     KINDS,
+    LOG,
     MAX_DEVICES,
     MAX_THREADS,
     MTUS,
     OPERATIONS,
     PROTOCOLS,
     SCHEMA,
+    SOURCES,
     VERSIONS,
     Bucket,
     Collective,
@@ -35,6 +38,7 @@ from flowcheck.job.model import (
     Flow,
     Job,
     ModelEntry,
+    carries,
     unwritable,
 )
 from flowcheck.job.optimizer import check_optimizer
@@ -52,7 +56,10 @@ def check(job: Job, place: Place) -> None:
     if job.schema != SCHEMA:
         (place / "schema").fail(f"{shown(job.schema)} is not {SCHEMA!r}")
     (place / "epoch").between(job.epoch, 0, (1 << 32) - 1)
-    _check_communicator(job.communicator, place / "communicator")
+    (place / "source").one_of(job.source, SOURCES)
+    if job.source == FEED:
+        _check_fed(job, place)
+    _check_communicator(job.communicator, place / "communicator", alone=job.source == FEED)
     _check_flows(job, place / "flows")
     for part in ("startup", "iteration_0", "rebuild", "steady"):
         for i, call in enumerate(getattr(job.collectives, part)):
@@ -84,8 +91,18 @@ def check(job: Job, place: Place) -> None:
 # -- communicator and flows ----------------------------------------------------------------------------------
 
 
-def _check_communicator(c: Communicator, place: Place) -> None:
-    (place / "ranks").between(c.ranks, 2, 65536)
+def _check_fed(job: Job, place: Place) -> None:
+    if job.kind != LOG:
+        (place / "kind").fail(f"{shown(job.kind)}: gradients that trainers send are kept as a log")
+    if job.flows:
+        (place / "flows").fail("gradients that trainers send come over none of these")
+    if any(carries(call) != "gradient" for call in job.collectives.iteration_0 + job.collectives.steady):
+        (place / "collectives").fail("only buckets of gradients are sent")
+
+
+def _check_communicator(c: Communicator, place: Place, alone: bool = False) -> None:
+    """alone: may it be of one rank?"""
+    (place / "ranks").between(c.ranks, 1 if alone else 2, 65536)
     if not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}(\.[0-9]{1,3})?", c.nccl_version, re.ASCII):
         (place / "nccl_version").fail(f"{shown(c.nccl_version)} is not a version like 2.19 or 2.27.7")
     (place / "channels").between(c.channels, 1, 64)

@@ -9,7 +9,8 @@
     |- model[]        entries in state_dict order
     |- gradients      element type on the wire, averaging divisor
     |- optimizer      name and parameter groups
-    `- kind           what versions are: a replica that steps with the trainer, or a log that it redoes
+    |- kind           what versions are: a replica that steps with the trainer, or a log that it redoes
+    `- source         where gradients come from: a mirror of the traffic, or the trainers themselves
 
 Order of the calls on the communicator (PyTorch DDP, reference nccl-wire.md 9.1): all of `startup`,
 then `iteration_0`; then `rebuild` (the bucket layout DDP broadcasts after its first backward), then
@@ -28,9 +29,10 @@ from typing import Any
 
 __all__ = [
     "SCHEMA", "DTYPE_BYTES", "ENTRY_BYTES", "OPERATIONS", "CARRIES", "PROTOCOLS", "ALGORITHMS", "KINDS", "OPTIMIZERS",
-    "ROUNDINGS", "MASTERS", "NARROW", "VERSIONS", "REPLICA", "LOG", "MTUS", "BUFFER_BYTES", "MAX_THREADS",
-    "MAX_DEVICES", "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives", "Communicator", "Flow",
-    "Gradients", "Job", "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size", "unwritable",
+    "ROUNDINGS", "MASTERS", "NARROW", "VERSIONS", "REPLICA", "LOG", "SOURCES", "MIRROR", "FEED", "MTUS",
+    "BUFFER_BYTES", "MAX_THREADS", "MAX_DEVICES", "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives",
+    "Communicator", "Flow", "Gradients", "Job", "ModelEntry", "Optimizer", "ParameterGroup", "carries",
+    "dtype_size", "unwritable",
 ]
 
 SCHEMA = "flowcheck/job/1"
@@ -51,6 +53,7 @@ ROUNDINGS = ("torch-cuda-foreach", "torch-cuda-fused", "torch-cpu", "torch-cpu-f
 MASTERS = ("", "none", "upcast", "state")
 NARROW = ("bfloat16", "float16")
 VERSIONS = REPLICA, LOG = "replica", "log"
+SOURCES = MIRROR, FEED = "mirror", "feed"
 MTUS = (256, 512, 1024, 2048, 4096)
 BUFFER_BYTES = {"ll": 524288, "ll128": 4915200, "simple": 4194304}
 MAX_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
@@ -286,7 +289,11 @@ class Optimizer:
 @dataclass
 class Job:
     """kind: of its versions. REPLICA: the node applies `optimizer` itself. LOG: it keeps gradients and step records,
-    from which the trainer's own optimizer, whatever that is, redoes its steps; `optimizer` is absent."""
+    from which the trainer's own optimizer, whatever that is, redoes its steps; `optimizer` is absent.
+
+    source: of its gradients. MIRROR: packets say them. FEED: rank 0 sends them as its optimizer reads them, so of the
+    communicator only `ranks` counts, there are no flows, and `steady` has one AllReduce for each bucket that is sent.
+    """
 
     communicator: Communicator
     flows: list[Flow]
@@ -300,6 +307,7 @@ class Job:
     epoch: int = 0
     unproven: list[str] = field(default_factory=list)  # what nothing confirms, said by whoever wrote it
     kind: str = field(default=REPLICA, metadata=_one_of(VERSIONS))
+    source: str = field(default=MIRROR, metadata=_one_of(SOURCES))
     schema: str = field(default=SCHEMA, metadata=_one_of([SCHEMA]))
 
     def __repr__(self) -> str:
@@ -312,10 +320,12 @@ class Job:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What is as it always was is not said: nodes of earlier releases know no `kind`."""
+        """What is as it always was is not said: nodes of earlier releases know no `kind` and no `source`."""
         said = dataclasses.asdict(self)
         if self.kind == REPLICA:
             del said["kind"]
+        if self.source == MIRROR:
+            del said["source"]
         return said
 
     def to_json(self) -> str:

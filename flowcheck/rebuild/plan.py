@@ -19,7 +19,7 @@ from typing import Any
 
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
-from flowcheck.job.model import Collective, Job, carries, dtype_size
+from flowcheck.job.model import FEED, Collective, Job, carries, dtype_size
 from parser.chunk_layout import Protocol, Topology
 from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
 from parser.nccl import Nccl, WireError, of
@@ -125,6 +125,8 @@ def plan_job(
     """Plan the whole job for `streams` captures, `threads` that place and `arenas` iterations alive at once. patience:
     see EngineConfig."""
     c = job.communicator
+    if job.source == FEED:
+        return _plan_fed(job, arenas)
     try:
         nccl = nccl_of(job)
         if c.devices > nccl.devices:
@@ -157,6 +159,14 @@ def plan_job(
         cts=nccl.cts,
     )
     return JobPlan(job, engine, places_0, places, groups_0, groups, parameters, tuple(calls))
+
+
+def _plan_fed(job: Job, arenas: int) -> JobPlan:
+    """Of a job that no packets are read of."""
+    places, places_0 = _bucket_places(job, 1), _bucket_places(job, 0)
+    engine = EngineConfig(mtu=job.communicator.mtu, edges=(), flows=(), arenas=arenas,
+                          gradient_bytes=max(_end(places), _end(places_0)))
+    return JobPlan(job, engine, places_0, places, (), (), (), ())
 
 
 def _up(n: int) -> int:

@@ -37,7 +37,7 @@ from flowcheck.control.checksum import library
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import FlowcheckError, UserError, of_the_machine
 from flowcheck.job.clock import Clock
-from flowcheck.job.model import LOG, REPLICA, VERSIONS
+from flowcheck.job.model import FEED, LOG, MIRROR, REPLICA, SOURCES, VERSIONS
 from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.connection.sender import Sender
@@ -45,11 +45,12 @@ from flowcheck.trainer.describe.described import Model, check_gradients
 from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.describe.wrapped import parts_of
+from flowcheck.trainer.feed.part import Shard
 from flowcheck.trainer.following import Following, serve
 from flowcheck.trainer.loop import AttachmentState, Given, IterationInputs, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology
 from flowcheck.trainer.nodes import STATES
-from flowcheck.trainer.settings import address_of, context_of, nodes_of, stall_of, tokens_of
+from flowcheck.trainer.settings import address_of, context_of, given_for, nodes_of, stall_of, tokens_of
 from flowcheck.trainer.step_hooks import StepHooks
 from flowcheck.trainer.user import Keeper
 
@@ -66,7 +67,7 @@ def attach(
     token: str | None = None, checksum_every: int | None = None, group: str = "", run_id: str = "", epoch: int = 0,
     iteration: int = 0, max_stall_s: float | None = None, topology: Topology | Mapping[str, Topology] | None = None,
     collectives: Collectives | Mapping[str, Collectives] | None = None, scheduler: Any = None, scaler: Any = None,
-    ca: str | None = None, kind: str = REPLICA,
+    ca: str | None = None, kind: str = REPLICA, source: str = MIRROR,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after the model was wrapped.
 
@@ -93,6 +94,8 @@ def attach(
     ca: speak TLS, and trust these certificates: a PEM file, or "system". None: what FLOWCHECK_CA says; "": no TLS.
     kind: "replica": the node steps with the trainer. "log": it keeps gradients, records and bases, from which
         `recovered.load` redoes the steps by this optimizer itself, whatever it is (docs/use/log.md).
+    source: of gradients. "mirror": a switch copies the traffic of the ranks that reduce them to the node. "feed": rank
+        0 copies what its optimizer reads, and sends it (docs/use/feed.md): of any fabric, and of kind="log" alone.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
@@ -103,12 +106,18 @@ def attach(
     secret, tls = tokens_of(token), context_of(ca)
     if kind not in VERSIONS:
         raise UserError(f"{kind!r} is not one of {', '.join(VERSIONS)}", where="kind", remedy="one of these")
+    if source not in SOURCES:
+        raise UserError(f"{source!r} is not one of {', '.join(SOURCES)}", where="source", remedy="one of these")
+    if source == FEED and kind != LOG:
+        raise UserError(f'of gradients that are sent a log is kept, and kind is {kind!r}', where="kind",
+                        remedy='kind="log"')
     for what, number in (("checksum_every", checksum_every or 0), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
     return Attachment(
         model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration,
         stall_of(max_stall_s), topology, collectives, Keeper(torch_optimizer(optimizer), scheduler, scaler), tls, kind,
+        source,
     )
 
 
@@ -119,9 +128,10 @@ class Attachment(IterationInputs):
         self, model: Any, optimizer: Any, addresses: list[tuple[str, int]],
         token: Callable[[], bytes], checksum_every: int | None, name: str, run_id: str, epoch: int, iteration: int,
         max_stall_s: float, topology: Any, collectives: Any, keeper: Keeper, tls: ssl.SSLContext | None,
-        kind: str,
+        kind: str, source: str = MIRROR,
     ) -> None:
         super().__init__(torch_optimizer(optimizer), keeper.scaler)
+        self._fed = source == FEED
         self.number, self._keeper, self._said_epoch = iteration, keeper, epoch
         self._cadence, self._max_stall = Cadence(checksum_every, self._say), max_stall_s
         self._refused = ""
@@ -130,7 +140,7 @@ class Attachment(IterationInputs):
         self._parts: list[Following] = []
         self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
-            parts = parts_of(model, optimizer, kind)
+            parts = parts_of(model, optimizer, kind, Shard if self._fed else None)
             self._begin(parts, name, run_id, epoch, topology, collectives, kind)
             for one in self._parts:
                 one.connect(addresses, token, tls, iteration)
@@ -147,11 +157,12 @@ class Attachment(IterationInputs):
         self._world = dist.get_rank(), dist.get_world_size()
         self.rank = dist.get_rank(parts[0].group)
         for part in parts:
-            said = _of(part, topology, len(parts), "topology")
-            calls = _of(part, collectives, len(parts), "collectives")
+            said = given_for(part.name, topology, len(parts), "topology")
+            calls = given_for(part.name, collectives, len(parts), "collectives")
             full = ".".join(filter(None, (name, part.name))) if len(parts) > 1 else name or part.name
             self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say,
-                                         partial(self._reduced, len(self._parts)), kind))
+                                         partial(self._reduced, len(self._parts)), kind,
+                                         FEED if self._fed else MIRROR))
         self._describe()
         self._hooks.begin()
 
@@ -162,12 +173,17 @@ class Attachment(IterationInputs):
             described[0], names={key: name for one in described for key, name in one.names.items()},
             stepping=replace(described[0].stepping, threads=max(one.stepping.threads for one in described)),
         )
-        gradients = ([one for one in each.part.gradients() if id(one) in self._described.names] for each in self._parts)
+        gradients = ([one for one in each.part.gradients() if id(one) in self._described.names and not self._fed]
+                     for each in self._parts)
         constants = [value for one in self._parts for value in one.constants()]
         self._keeper.extra = self._extra if any(one.extra for one in described) else None
         self._deafen()
         modules = (module for one in self._parts for module in one.part.module.modules())
-        self._listen(Changes(self._optimizer, gradients, constants, self._described.names), modules)
+        changes = Changes(self._optimizer, gradients, constants, self._described.names)
+        if self._fed:  # by which factors gradients were multiplied is no matter of ours
+            self._changes = changes
+        else:
+            self._listen(changes, modules)
         held = [one for group in self._optimizer.param_groups for one in group["params"]]
         if self._cadence.every and any(one.is_cpu for one in held):
             library()  # where it has to be compiled, not within an iteration
@@ -255,7 +271,10 @@ class Attachment(IterationInputs):
             )
         renewed = self._changed(stepped, scale_given=clip is not None or scale is not None)
         stood = skipped or scale is not None or stepped > 0
-        clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard, stepped)
+        if self._fed:  # what the optimizer has read is what is sent
+            clip, scale, skipped = None, None, not stepped
+        else:
+            clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard, stepped)
         stood = stood or scale is not None  # which the scaler has said
         if scale is not None and self._described.stepping.threads:
             raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
@@ -319,7 +338,7 @@ class Attachment(IterationInputs):
             with ExitStack() as ends:  # each of these, whatever comes of those before it
                 ends.callback(self._deafen)
                 for one in self._parts:
-                    ends.callback(one.part.close)
+                    ends.callback(one.close)
                 ends.callback(self._hooks.end)
                 for sender in self._senders:
                     sender.part(Bye())
@@ -355,7 +374,7 @@ class Attachment(IterationInputs):
             return
         try:
             for one in self._parts:
-                one.records.after_step()
+                one.after_step()
             self._changes.stepped()
         except Exception as error:
             self._refuse(error)
@@ -377,17 +396,4 @@ class Attachment(IterationInputs):
         for sender in self._senders:
             sender.close(Bye(), 0.0)
         for one in self._parts:  # the optimizer's hooks stay: it may be calling them right now
-            one.part.close()
-
-
-def _of(part: Part, given: Any, parts: int, what: str) -> Any:
-    """What the caller gave for a part. Raises UserError where it gave one for several."""
-    if isinstance(given, Mapping):
-        if part.name not in given:
-            raise UserError(f"none of {part.name!r}; there are: {', '.join(map(repr, given)) or 'none'}", where=what,
-                            remedy="one for each part of this rank, by its name")
-        return given[part.name]
-    if given is not None and parts > 1:
-        raise UserError(f"one for {parts} parts, each of which has a communicator of its own", where=what,
-                        remedy=f"a dict by name: {{{part.name!r}: ..., ...}}")
-    return given
+            one.close()

@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from flowcheck.control.protocol import Flows, Manifest, Notice
 from flowcheck.errors import UserError
-from flowcheck.job.model import LOG, REPLICA
+from flowcheck.job.model import FEED, LOG, MIRROR, REPLICA
 from flowcheck.trainer.describe.described import Model
 from flowcheck.trainer.describe.description import Watch, entries
 from flowcheck.trainer.describe.megatron import Megatron
 from flowcheck.trainer.describe.parts import Ddp, Part
+from flowcheck.trainer.feed.feed import Feed
 from flowcheck.trainer.loop import AttachmentState, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.nodes import Nodes
@@ -53,12 +54,13 @@ def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
 
 class Following:
     """name: under which a node knows it. say: a line of the log. manifest: of the job; None: it is not known.
-    reduced: called when a backward pass is over, as of Part.listen. kind: of its versions (Job.kind)."""
+    reduced: called when a backward pass is over, as of Part.listen. kind: of its versions (Job.kind). source: of its
+    gradients (Job.source)."""
 
     def __init__(
         self, part: Part, optimizer: torch.optim.Optimizer, topology: Topology | None,
         collectives: Collectives | None, name: str, run_id: str, epoch: int, say: Callable[[str], None],
-        reduced: Callable[[bool], None], kind: str = REPLICA,
+        reduced: Callable[[bool], None], kind: str = REPLICA, source: str = MIRROR,
     ) -> None:
         self._reduced = reduced
         self._passes = 0  # backward passes of the iteration that is under way that reduced gradients
@@ -66,17 +68,16 @@ class Following:
         self._blank = 0  # iterations, with no usual one between, that called otherwise and made no step
         self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
         self.described: Model = entries(part, optimizer, kind)
-        if kind == LOG and not isinstance(part, Ddp | Megatron):
+        if kind == LOG and source == MIRROR and not isinstance(part, Ddp | Megatron):
             raise UserError("a log is kept of DistributedDataParallel, torch's or Megatron-Core's, and not of"
                             f" {part.by}", where="attach: kind",
                             remedy='kind="replica", with an optimizer that has a kernel')
-        self._topology, listed = sources_of(part.group, topology, collectives)
-        if dist.get_world_size(part.group) < 2:
-            raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
         self._leads = dist.get_rank(part.group) == 0
-        self.watch = Watch(
-            part, optimizer, self.described, listed, lambda: self._topology()["communicator"], run_id, epoch
-        )
+        if source == FEED:
+            self.watch: Watch | Feed = Feed(part.group, optimizer, self.described, run_id, epoch, self._leads, say)
+            self._topology: Topology = dict
+        else:
+            self.watch = self._watch(topology, collectives, run_id, epoch)
         self._entries = _named(part)
         self._run = run_id, epoch
         self.manifest: Manifest | None = None
@@ -86,11 +87,25 @@ class Following:
         self.records = OutgoingRecords(part, optimizer, self.described, run_id, epoch, self._leads, say)
         self._upload = StateUpload(part, optimizer, self._leads, lambda: self.described.names, self.records.options,
                                    self.nodes.answered)
-        part.listen(self._heard)
+        if self.feed is None:
+            part.listen(self._heard)
+
+    def _watch(self, topology: Topology | None, collectives: Collectives | None, run_id: str, epoch: int) -> Watch:
+        """Raises UserError: a mirror would see nothing."""
+        self._topology, listed = sources_of(self.part.group, topology, collectives)
+        if dist.get_world_size(self.part.group) < 2:
+            raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
+        return Watch(self.part, self._optimizer, self.described, listed, lambda: self._topology()["communicator"],
+                     run_id, epoch)
 
     def _heard(self, whole: bool) -> None:
         self._passes += whole
         self._reduced(whole)
+
+    @property
+    def feed(self) -> Feed | None:
+        """None: gradients come from a mirror."""
+        return self.watch if isinstance(self.watch, Feed) else None
 
     def connect(
         self, addresses: Sequence[tuple[str, int]], token: Callable[[], bytes], tls: ssl.SSLContext | None,
@@ -121,8 +136,23 @@ class Following:
 
     def before_step(self) -> None:
         """Raises UserError for a step that no replica could follow."""
-        self.part.check()
+        if self.feed is None:
+            self.part.check()
         self.records.before_step()
+        if self.feed is not None:
+            self.feed.before_step()
+
+    def after_step(self) -> None:
+        """Raises UserError as `before_step`."""
+        self.records.after_step()
+        if self.feed is not None:
+            self.feed.after_step()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.part.close()
+        if self.feed is not None:
+            self.feed.close()
 
     def describe(self) -> None:
         """The optimizer has other groups, options or objects. Raises UserError where they cannot be followed."""
@@ -145,7 +175,8 @@ class Following:
         """Raises UserError where the job can no longer be followed."""
         self.records.turn()
         passes, self._passes = self._passes, 0
-        self.part.over()
+        if self.feed is None:
+            self.part.over()
         if self.manifest is not None:
             if self.watch.again(it.number):
                 self._check_blank(it)
@@ -175,13 +206,16 @@ class Following:
             self._watched = 0 if job is not None else self._watched + 1
             self._say_watching()
             if job is not None:
-                self._flows = self._topology()["flows"]
-                self.part.known(True)
-                self.part.listen(self._heard)
                 self._meeting = True
+                if self.feed is None:
+                    self._flows = self._topology()["flows"]
+                    self.part.known(True)
+                    self.part.listen(self._heard)
                 return
         if followers := [sender for sender in self.nodes.senders if sender.follows]:
             self.records.send(followers, it)
+            if self.feed is not None:
+                self.feed.over(followers, it)
 
     def open(self, seconds: float) -> None:
         """Once the job is known, nodes get it; of several, one that is not connected by now is not waited for."""
@@ -237,7 +271,8 @@ class Following:
     def _forget(self) -> None:
         """The job is not known any more."""
         self.manifest = None
-        self.part.known(False)
+        if self.feed is None:
+            self.part.known(False)
         for sender in self.nodes.senders:
             sender.node.give_up()
 

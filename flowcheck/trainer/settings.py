@@ -13,15 +13,19 @@ import os
 import ssl
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flowcheck.control.address import host_and_port, why_not
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.tls import client_context
 from flowcheck.errors import UserError
 
-__all__ = ["CA", "NODE", "TOKEN_FILE", "address_of", "context_of", "nodes_of", "stall_of", "token_of", "tokens_of"]
+__all__ = [
+    "CA", "NODE", "TOKEN_FILE", "address_of", "context_of", "given_for", "nodes_of", "stall_of", "token_of",
+    "tokens_of",
+]
 
 _log = logging.getLogger("flowcheck")
 _told: set[Path] = set()  # files that others may read, of which that was said
@@ -95,3 +99,16 @@ def address_of(node: str) -> tuple[str, int]:
     if (found := host_and_port(node)) is None:
         raise UserError(f"{node!r} {why_not(node)}", where="node", remedy="HOST:PORT of the node's control port")
     return found
+
+
+def given_for(part: str, given: Any, parts: int, what: str) -> Any:
+    """What the caller gave for a part, by its name. Raises UserError where it gave one for several."""
+    if isinstance(given, Mapping):
+        if part not in given:
+            raise UserError(f"none of {part!r}; there are: {', '.join(map(repr, given)) or 'none'}", where=what,
+                            remedy="one for each part of this rank, by its name")
+        return given[part]
+    if given is not None and parts > 1:
+        raise UserError(f"one for {parts} parts, each of which has a communicator of its own", where=what,
+                        remedy=f"a dict by name: {{{part!r}: ..., ...}}")
+    return given

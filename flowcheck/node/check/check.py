@@ -1,15 +1,12 @@
 """What a node would take, before it is started: --check.
 
-    check_files(config, say)          who may come in, and whether what it writes can be written; also at a start
     check(config, as_json, job, seconds)    all of it, printed
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,54 +14,26 @@ import typer
 from rich.console import Console
 
 from dataplane.live import check_cores
-from flowcheck.checkpoint.objects import check_url
-from flowcheck.control.tls import client_context
-from flowcheck.durable import check_writable
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, size_text
+from flowcheck.errors import FlowcheckError, size_text
 from flowcheck.job.manifest import load_job
 from flowcheck.node.check.budget import EXAMPLE_MBPS, Budget, ask, budget
+from flowcheck.node.check.files import check_files
 from flowcheck.node.check.journal_figures import (
-    JournalFigures,
     StoreFigures,
     journal_figures,
     problem_of,
     store_figures,
 )
+from flowcheck.node.check.journal_table import megabytes, show_journal
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.unattended import unattended_jobs
 from flowcheck.node.listening import check_address
 from flowcheck.node.ports.captures import naming, plan_captures
-from flowcheck.node.protect.supervisor import check_copies
 from flowcheck.node.store.supervisor import check_store
-from flowcheck.node.tokens import Access
-from flowcheck.node.versions.output import check_places
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.tables import Column, print_table, screen
 
-__all__ = ["check", "check_files", "show"]
-
-
-def check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
-    """Who may come in. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
-    access = Access(config, say)
-    if config.tls is not None:
-        client_context(config.tls.ca)
-    if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
-        raise EnvironmentProblem(
-            "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
-            remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
-        )
-    check_places(config.output)
-    if config.store is not None:
-        check_url(config.store.url)
-    if config.journal is not None:
-        check_writable(config.journal.directory, "a directory that the node may write to as journal.directory")
-    if config.telemetry is not None and config.telemetry.directory is not None:
-        check_writable(config.telemetry.directory,
-                       "a directory that the node may write to as telemetry.directory, and free space")
-    if config.protect is not None:
-        check_copies(config)
-    return access
+__all__ = ["check", "show"]
 
 
 def check(config: NodeConfig, as_json: bool, job: Path | None = None, seconds: float = 1.0) -> None:
@@ -110,7 +79,7 @@ def show(made: Budget, console: Console) -> None:
           Column("in the kernel MB", number=True)]
     rows = [
         [one.device, str(one.node) if one.node >= 0 else "-", one.dump, str(one.queues), f"{one.ring_packets:,}",
-         _mb(one.buffers), _mb(one.rings), _mb(one.kernel)] for one in made.captures
+         megabytes(one.buffers), megabytes(one.rings), megabytes(one.kernel)] for one in made.captures
     ]
     print_table(console, mb, rows, "Captures")
     rows = [
@@ -122,15 +91,15 @@ def show(made: Budget, console: Console) -> None:
     print_table(console, pause, rows, "A ring bears, if full packets of the whole link come to one queue")
     kind = "huge pages" if made.huge else "ordinary memory"
     print_table(console, [Column("memory"), Column("MB", number=True)], [
-        [f"captures, in {kind}", _mb(made.dpdk)], ["captures, in the kernel", _mb(made.kernel)],
-        ["replicas and gradients of all groups, at most", _mb(made.replicas)],
-        *([["answers of peers and to them, at most", _mb(made.peers)]] if made.peers else []),
-        *([["copies and parity of other nodes, at most", _mb(made.copies)]] if made.copies else []),
-        ["trainers' messages to all groups, at most", _mb(made.inboxes)],
-        ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
+        [f"captures, in {kind}", megabytes(made.dpdk)], ["captures, in the kernel", megabytes(made.kernel)],
+        ["replicas and gradients of all groups, at most", megabytes(made.replicas)],
+        *([["answers of peers and to them, at most", megabytes(made.peers)]] if made.peers else []),
+        *([["copies and parity of other nodes, at most", megabytes(made.copies)]] if made.copies else []),
+        ["trainers' messages to all groups, at most", megabytes(made.inboxes)],
+        ["free huge pages", megabytes(made.huge_free)], ["available ordinary memory", megabytes(made.available)],
     ])
     if made.journal is not None:
-        _show_journal(made.journal, console)
+        show_journal(made.journal, console)
     if made.store is not None:
         _show_store(made.store, console)
     if made.switches:
@@ -147,21 +116,6 @@ def show(made: Budget, console: Console) -> None:
         console.print(f"note: {note}", highlight=False, markup=False)
 
 
-def _show_journal(made: JournalFigures, console: Console) -> None:
-    example = ", as an example: --job MANIFEST says it" if made.example else ""
-    print_table(console, [Column("journal", folds=True), Column("", number=True)], [
-        [f"gradients of an iteration, MB{example}", _mb(made.entry)], ["state of a base, MB", _mb(made.state)],
-        ["seconds of a step (--step-seconds)", f"{made.seconds:g}"],
-        ["iterations that fit", f"{made.entries:,}"], ["steps back that can be had at all times", f"{made.back:,}"],
-        ["the disk must take, GB/s", f"{made.rate / 1e9:.3f}"],
-        ["with a base each time it is due, GB/s", f"{made.with_bases / 1e9:.3f}"],
-        ["written per day", size_text(int(made.day))],
-        ["memory of iterations on their way, within replica.memory_mb, MB", _mb(made.staged)],
-        [f"journals of all groups in {made.directory}, MB{', in memory' if made.memory else ''}", _mb(made.room)],
-        ["free there, MB", _mb(made.free)],
-    ])
-
-
 def _show_store(made: StoreFigures, console: Console) -> None:
     columns = [Column("to the store, of one group", folds=True), Column("GB/s", number=True),
                Column("per day", number=True)]
@@ -170,8 +124,3 @@ def _show_store(made: StoreFigures, console: Console) -> None:
         ("without: a version each time one is due", made.whole, made.whole_day),
         ("the same without: each step as a version", made.each, made.each_day),
     )])
-
-
-def _mb(size: int) -> str:
-    """Rounded up: what is taken is never less than what is shown."""
-    return f"{-(-size >> 20):,}"

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from flowcheck.control.address import text_of
 from flowcheck.node.config.capture import AUTO, MOST_STREAMS, SKELETON, Capture, Follow
 from flowcheck.node.config.control import Api, Control, Tls, TokenFiles
+from flowcheck.node.config.feed import Feed
 from flowcheck.node.config.journal import JournalSettings
 from flowcheck.node.config.nodes import Nodes, advertised, resolved
 from flowcheck.node.config.protect import Protect
@@ -27,13 +28,15 @@ __all__ = ["NodeConfig"]
 class NodeConfig(Table):
     """nodes: the machines that it works with.
 
-    capture: mirror ports; in the file a table, or a list of tables; none: a holder of copies, without DPDK. groups:
+    capture: mirror ports; in the file a table, or a list of tables; none: a node of [feed], or a holder of copies,
+    without DPDK. groups:
     jobs at once. follow: jobs besides, of which no trainer attaches. record_seconds: how long a complete iteration
     waits for its step record."""
 
     control: Control
     capture: tuple[Capture, ...]
     follow: Annotated[tuple[Follow, ...], Field(max_length=8)] = ()
+    feed: Feed | None = None
     protect: Protect | None = None
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
@@ -60,7 +63,9 @@ class NodeConfig(Table):
         """Switches over [nodes] become addresses. A holder of copies has neither captures nor trainers."""
         if not isinstance(data, Mapping):
             return data
-        if "protect" in data and "capture" not in data:
+        if "feed" in data and "capture" not in data:
+            data = {**data, "capture": ()}
+        elif "protect" in data and "capture" not in data:
             data = {"control": Control(listen=NOWHERE), **data, "capture": ()}
         return resolved(data)
 
@@ -112,6 +117,12 @@ class NodeConfig(Table):
     @model_validator(mode="after")
     def _held(self) -> Self:
         if self.capture:
+            return self
+        if self.feed is not None:
+            if self.follow:
+                raise wrong("follow", "is for a node with a mirror port, and this one has no [capture]")
+            if self.journal is None:
+                raise wrong("journal", "is missing: of gradients that trainers send a log is kept")
             return self
         if self.api is None:
             raise wrong("api", "is missing: without it nobody could have the copies that this node holds")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.job.model import LOG, Job
+from flowcheck.job.model import FEED, LOG, Job
 from flowcheck.node.config.replica import ReplicaSettings
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.version.recipe import replica_bytes
@@ -57,14 +57,18 @@ def split(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
     return parameters, state
 
 
-def check_job(job: Job, run: tuple[str, int, int], journal: bool) -> None:
-    """journal: does the node keep one? Raises UserError if the manifest is not of this run (id, epoch, ranks), or
-    leaves nothing to do."""
+def check_job(job: Job, run: tuple[str, int, int], journal: bool, mirror: bool = True) -> None:
+    """journal: does the node keep one? mirror: has it a port? Raises UserError if the manifest is not of this run (id,
+    epoch, ranks), or leaves nothing to do."""
     if (job.run_id, job.epoch, job.communicator.ranks) != run:
         raise UserError(
             f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"
             f" {run[0]!r}, {run[1]}, {run[2]}", where="manifest",
         )
+    if job.source != FEED and not mirror:
+        raise UserError("the job's gradients are to come from a mirror, and this node has no mirror port",
+                        where="manifest: source",
+                        remedy='[capture] in the node\'s settings; or attach with source="feed"')
     if job.kind == LOG and not journal:
         raise UserError("the job is to be kept as a log, and this node keeps no journal", where="manifest: kind",
                         remedy="[journal] in the node's settings (docs/use/log.md)")

@@ -22,6 +22,7 @@ from flowcheck.control.protocol import (
     PATCH_BYTES,
     Base,
     Bye,
+    Fed,
     Flows,
     Hello,
     Limits,
@@ -34,13 +35,14 @@ from flowcheck.control.protocol import (
     RecordsError,
     Refused,
     State,
+    Unfed,
     User,
     UserHead,
 )
 from flowcheck.control.tensors import TensorSpec, unpack
 from flowcheck.control.user_state import USER_BYTES, seal_of
 from flowcheck.errors import FlowcheckError
-from flowcheck.job.model import LOG
+from flowcheck.job.model import FEED, LOG
 from flowcheck.node.groups.inbox import TEXT_WEIGHT
 from flowcheck.node.groups.intake import Intake
 from flowcheck.node.groups.members import Inbound, RankSession
@@ -140,8 +142,8 @@ class Connection:
             if error.what == "connection closed":
                 return False
             raise
-        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | UserHead | Base | Notice | Members
-                          | Bye):
+        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | UserHead | Base | Fed | Unfed
+                          | Notice | Members | Bye):
             raise RecordsError(f"a {type(message).__name__} from a trainer", where=self._link.peer)
         tensors: Mapping[str, torch.Tensor] = {}
         data = b""
@@ -158,6 +160,8 @@ class Connection:
                     message = User(message.iteration, message.rank)
                 seal_of(data, f"{self._link.peer}: User")
                 self._user = data
+            elif isinstance(message, Fed | Unfed):
+                return self._feed(group, message, size)
             elif isinstance(message, Base):
                 data = bytes(self._link.payload(size))
             elif size:
@@ -180,6 +184,22 @@ class Connection:
             raise RecordsError(error.what, where=error.where) from None
         return not isinstance(message, Bye)
 
+    def _feed(self, group: Intake, message: Fed | Unfed, size: int) -> bool:
+        """Gradients go where they belong, and not through the inbox: who sends them waits for an arena, and nobody
+        else. True: the next message may come."""
+        feeding = group.feeding
+        if isinstance(message, Unfed):
+            if feeding is not None:
+                feeding.withhold(message)
+            return True
+        if not size:
+            raise RecordsError("gradients without a payload", where=self._link.peer)
+        wanted = feeding is not None and feeding.wait(message, lambda: self._link.over)
+        data = self._link.payload(size)
+        if wanted and feeding is not None:
+            feeding.give(message, data)
+        return True
+
     def _limits(self) -> Limits:
         plan = self._group.plan if self._group is not None else None
         if plan is None:
@@ -191,8 +211,9 @@ class Connection:
         sizes["user"] = sizes["userhead"] = USER_BYTES
         sizes["patch"] = min(sizes["state"], PATCH_BYTES + HEADERS + 200 * len(payload_specs(plan, State(0))))
         sizes["base"] = BASE_PART if plan.job.kind == LOG else 0
+        sizes["fed"] = BASE_PART if plan.job.source == FEED else 0
         if self._hello.rank != 0:
-            del sizes["state"], sizes["base"]
+            del sizes["state"], sizes["base"], sizes["fed"]
         return Limits(TEXT, sizes, 30.0)
 
     def _send(self, message: Any) -> None:

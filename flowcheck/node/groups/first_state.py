@@ -191,4 +191,4 @@ class FirstState:
     def _dropped(self) -> int:
         """Packets that the node itself has lost: in its own queues, and those of iterations that were given up."""
         session = self._group.session
-        return sum(self._port.drops.values()) + (session.overload.packets if session is not None else 0)
+        return sum(self._port.drops.values()) + (session.dropped if session is not None else 0)

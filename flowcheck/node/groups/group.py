@@ -86,12 +86,12 @@ FeedT = TypeVar("FeedT", bound=Feed)
 
 
 class Group(Generic[FeedT]):
-    """name: what trainers call it. placers: the node's. say: events of the group. intake_of: makes its intake. moved:
-    why the job is to be joined again, "": it is not. failure: what ended the thread. now: of a clock that never goes
-    back."""
+    """name: what trainers call it. placers: the node's, None: it has no port. say: events of the group. intake_of:
+    makes its intake. moved: why the job is to be joined again, "": it is not. failure: what ended the thread. now: of a
+    clock that never goes back."""
 
     def __init__(
-        self, name: str, placers: Placers, say: Callable[..., None], publisher: Output,
+        self, name: str, placers: Placers | None, say: Callable[..., None], publisher: Output,
         intake_of: Callable[[Group[FeedT]], FeedT], now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name, self._placers, self._say, self._publisher, self.now = name, placers, say, publisher, now

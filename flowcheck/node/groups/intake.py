@@ -4,6 +4,7 @@
     intake.put(inbound), .announce(...)      a connection has read something
     intake.refused(run)                      why a run is not taken any more, "": it is
     intake.plan                              what payloads are checked against
+    intake.feeding                           where gradients go that rank 0 sends; None: nowhere
     intake.tick()                            one message, and what had to wait
 
     manifest and flows -> a plan (planning.py) -> session -> its first state (first_state.py) -> records, ranges
@@ -25,6 +26,7 @@ from flowcheck.control.protocol import Base, Bye, Flows, Manifest, Members, Noti
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.node.config.node import NodeConfig
+from flowcheck.node.groups.feeding import Feeding
 from flowcheck.node.groups.first_state import FirstState
 from flowcheck.node.groups.group import Feed, Group
 from flowcheck.node.groups.inbox import Inbox
@@ -74,6 +76,7 @@ class Intake(Feed):
         self.ranks, self.versions, self._publisher = ranks, versions, publisher
         self.inbox = Inbox(config.control.inbox_mb << 20)
         self.plan: JobPlan | None = None
+        self.feeding: Feeding | None = None
         self.peering = Peering(config, group.name)
         self._job: dict[str, Any] | None = None  # what the session was planned from
         self._followed = 0  # the start that the session belongs to
@@ -126,7 +129,7 @@ class Intake(Feed):
             self._first.silent(event.why)
 
     def dropped(self) -> None:
-        self._ends = None
+        self._ends, self.feeding = None, None
         self._first.dropped()
 
     def close(self) -> None:
@@ -250,6 +253,8 @@ class Intake(Feed):
                 self._ledger.left(member.rank)
             if member.rank == 0 and self._group.session is not None:
                 self._group.session.withdraw()
+            if member.rank == 0 and self.feeding is not None and 0 not in self.ranks.members:
+                self.feeding.left()
 
     def _handle_this(self, inbound: Inbound) -> None:
         member, message = inbound.member, inbound.message
@@ -361,6 +366,7 @@ class Intake(Feed):
         if (keeping := versions.journal.begin(body, plan, run, clock, planned.start)) is not None:
             session.follower.keeping = keeping
         self._group.begin(session)
+        self.feeding = Feeding(session.fed, session.clock) if session.fed is not None else None
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
                   resync=resync.how)
         self._ledger.attached(clock.first)

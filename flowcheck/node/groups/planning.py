@@ -20,7 +20,7 @@ from typing import Any
 from flowcheck.control.protocol import Epoch, Wanted
 from flowcheck.control.start import Start
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.job.model import Job
+from flowcheck.job.model import FEED, Job
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.assigning import WHY, Assigning, withheld
 from flowcheck.node.groups.checks import check_job, check_memory, union
@@ -65,6 +65,8 @@ class Planning:
     def body(self, said: Said, ask: Callable[[Wanted], None]) -> dict[str, Any] | None:
         """ask: for what is missing. Raises UserError: which connection is which channel cannot be found out."""
         body = dict(said.manifest.job)
+        if body.get("source") == FEED:
+            return body
         if not body.get("flows"):
             flows = self._ranks.flows()
             missing = [rank for rank in range(said.run[2]) if rank not in flows]
@@ -84,7 +86,7 @@ class Planning:
         """Raises FlowcheckError: the job cannot be followed here."""
         first = said.manifest.first
         job = job_from_dict(body, where="manifest")
-        check_job(job, said.run, self._config.journal is not None)
+        check_job(job, said.run, self._config.journal is not None, self._queues > 0)
         start = start_of(body, said.run, first, said.instance)
         left = self._versions.standing.left(start)
         job.run_id = job.run_id or (left.run_id if left is not None else said.own_id)

@@ -5,7 +5,8 @@
     session.record(...), announce(iteration), state(...)       what trainers send, on the same thread
     session.begin(path, left)                                  they are not asked for a state, but for ranges of it
 
-It has a follower (rebuild/version/follower.py), whose arenas are a mirror's, and adds what only a node has.
+It has a follower (rebuild/version/follower.py), whose arenas are a mirror's, or what rank 0 sends (`fed`), and adds
+what only a node has.
 
 Whatever it is given or asked returns events; they are to be handled one by one, because versions and arenas are
 as an event says only until the next one is asked for. Iterations are counted as the manifest does.
@@ -22,14 +23,17 @@ import torch
 from parser.machine import Engine
 from parser.placers import Placers
 
+from flowcheck.control.checksum import sum_text
 from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
-from flowcheck.job.model import LOG
+from flowcheck.job.model import FEED, LOG
 from flowcheck.node.config.telemetry import Telemetry
-from flowcheck.node.groups.move_detector import Movement
+from flowcheck.node.groups.mirror import Mirror
 from flowcheck.node.groups.ranges import Resync
 from flowcheck.node.peers.catch_up import CatchUp
-from flowcheck.node.ports.silence import Arrivals, Silence
+from flowcheck.node.ports.silence import Arrivals
+from flowcheck.rebuild.iteration.arena_source import ArenaSource
+from flowcheck.rebuild.iteration.fed_arenas import FedArenas
 from flowcheck.rebuild.iteration.measured_arenas import MeasuredArenas
 from flowcheck.rebuild.iteration.measuring import Passes
 from flowcheck.rebuild.iteration.scheduler import IDLE_SECONDS, Source
@@ -70,41 +74,51 @@ class LiveSession:
         self.port = port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds) if trainers else Policy.unattended()
-        self._measured: MeasuredArenas | None = None
-        if telemetry is not None:
-            every = telemetry.every
-            passes = Passes(lambda iteration: not self.clock.number(iteration) % every, telemetry.threads)
-            self._measured = MeasuredArenas(plan, sources, names, passes=passes, sources_wait=policy.sources_wait)
-        self.arenas = self._measured or WireArenas(plan, sources, names, sources_wait=policy.sources_wait)
+        self.fed = FedArenas(plan, sum_text) if plan.job.source == FEED else None
+        wire: WireArenas | None = None
+        if self.fed is not None:
+            self.arenas: ArenaSource = self.fed
+        else:
+            self.arenas = wire = self._wire(plan, sources, names, policy, telemetry)
+        self._measured = wire if isinstance(wire, MeasuredArenas) else None
         replica = None if trainers else JobReplica(plan, None)  # which says that there is none
         self.follower = Follower(plan, self.arenas, policy, replica, clock=clock, now=now, stamp=stamp)
         self.follower.chain.matches = matches
         if self._measured is not None:
             self._measured.on_end = lambda iteration: self.follower.keeper.note("measured", iteration + 1)
-        self._peers = PeerRepair(self.follower, self.arenas, peers)
         self.joining: Joining | None = None
         self.log = LogRepair(self.follower) if plan.job.kind == LOG else None
         if self.log is not None:
             self.follower.repairs.append(self.log)
-        elif patched:
-            ranges = RangeRepair(self.follower)
-            self.follower.repairs.append(ranges)
-            self.joining = Joining(self.follower, ranges, self._peers)
-        self.follower.repairs.append(self._peers)
+        self._peers: PeerRepair | None = None
+        self._mirror: Mirror | None = None
+        if wire is not None:
+            self._peers = PeerRepair(self.follower, wire, peers)
+            if self.log is None and patched:
+                ranges = RangeRepair(self.follower)
+                self.follower.repairs.append(ranges)
+                self.joining = Joining(self.follower, ranges, self._peers)
+            self.follower.repairs.append(self._peers)
+            self._mirror = Mirror(wire, sources, port, self.clock, names, now)
         self._slots, self._threads, self.job_start = slots, threads, job_start
         self._resync, self._catching = resync, catching
-        engine, scheduler = self.arenas.engine, self.arenas.scheduler
-        self._silence = Silence(plan, engine, port, self.clock, now)
-        self.overload = Overload(engine, scheduler)
-        self._movement = Movement(plan.engine.flows, engine, scheduler, sources, names, now)
-        for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
-            engine.region(arena)[:] = 0
+
+    def _wire(
+        self, plan: JobPlan, sources: Sequence[Source], names: Sequence[str], policy: Policy,
+        telemetry: Telemetry | None,
+    ) -> WireArenas:
+        if telemetry is None:
+            return WireArenas(plan, sources, names, sources_wait=policy.sources_wait)
+        every = telemetry.every
+        passes = Passes(lambda iteration: not self.clock.number(iteration) % every, telemetry.threads)
+        return MeasuredArenas(plan, sources, names, passes=passes, sources_wait=policy.sources_wait)
 
     # -- from trainers --
 
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         """Keep a step record. Raises UserError where it cannot be believed."""
-        self._silence.over(record.iteration)
+        if self._mirror is not None:
+            self._mirror.over(record.iteration)
         said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers,
                           record.sample)
         begun = self.joining.record(record.iteration, rank) if self.joining is not None else []
@@ -178,9 +192,10 @@ class LiveSession:
 
     # -- driving --
 
-    def place_in_threads(self, placers: Placers) -> None:
+    def place_in_threads(self, placers: Placers | None) -> None:
         """From now on these threads take packets, at all times, until `finish` or `close`; else `poll` does."""
-        self.arenas.place_in_threads(placers)
+        if self._mirror is not None and placers is not None:
+            self._mirror.arenas.place_in_threads(placers)
 
     def leave_threads(self) -> None:
         """The threads take nothing more for this job."""
@@ -190,13 +205,12 @@ class LiveSession:
         """One look at the rings, and what may close."""
         chain = self.follower.chain
         for event in self._heard(self.follower.poll()):
-            if isinstance(event, Closed):
-                self._movement.closed(event)
+            if self._mirror is not None and isinstance(event, Closed):
+                self._mirror.closed(event)
             yield event
         yield from self.follower.keeper.look(chain.next)
-        yield from self.overload.look(busy=chain.builds)
-        yield from self._movement.look()
-        yield from self._silence.look(self.arenas.blocked)
+        if self._mirror is not None:
+            yield from self._mirror.look(busy=chain.builds)
         if self.joining is None:
             return
         if self._catching is not None:
@@ -226,28 +240,42 @@ class LiveSession:
         """Let go of peers, of the threads and of the replica."""
         if self._catching is not None:
             self._catching.close()
-        self._peers.close()
+        if self._peers is not None:
+            self._peers.close()
         self.follower.close()
         if self._measured is not None:
             self._measured.end()
 
     def mark(self) -> list[int]:
         """Where the rings end now: for `passed`."""
-        return self.arenas.scheduler.mark()
+        return self._mirror.arenas.scheduler.mark() if self._mirror is not None else []
 
     def passed(self, mark: Sequence[int]) -> bool:
         """Was all that was in the rings then taken, as far as there are arenas for it?"""
-        return self.arenas.scheduler.passed(mark)
+        return self._mirror is None or self._mirror.arenas.scheduler.passed(mark)
 
     # -- how it stands --
 
     @property
     def plan(self) -> JobPlan:
-        return self.arenas.plan
+        return self.follower.plan
 
     @property
     def engine(self) -> Engine:
-        return self.arenas.engine
+        """Of a mirror's packets."""
+        assert self._mirror is not None
+        return self._mirror.arenas.engine
+
+    @property
+    def overload(self) -> Overload:
+        """Of a mirror."""
+        assert self._mirror is not None
+        return self._mirror.overload
+
+    @property
+    def dropped(self) -> int:
+        """Packets that were counted and not placed, so far."""
+        return self._mirror.overload.packets if self._mirror is not None else 0
 
     @property
     def clock(self) -> Clock:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parser.machine import Engine
-from parser.placers import Placers
 
 from flowcheck.diagnose.remedies import remedy_of
 from flowcheck.job.clock import Clock
@@ -44,8 +44,8 @@ class Arrivals:
     read, and who places it, of one that brings anything (port.py). This one has none."""
 
     name = ""
-    queues: Sequence[Source]
-    placers: Placers
+    queues: Sequence[Source] = ()
+    placers: Any = None
 
     @property
     def arrived(self) -> int:
@@ -59,6 +59,10 @@ class Arrivals:
     def unclaimed(self) -> dict[str, int]:
         """Packets of no job that the node follows, by outcome."""
         return {}
+
+    def claimed(self, capture: int) -> int:
+        """Packets of a capture that are of jobs that are followed, or were."""
+        return 0
 
     def empty(self) -> list[int | None]:
         """Of each queue how often nothing was left in it; None: nobody takes anything from it any more."""

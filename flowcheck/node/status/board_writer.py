@@ -22,7 +22,7 @@ from flowcheck.node.status.group_tally import ROWS
 
 if TYPE_CHECKING:  # what has no port runs without DPDK
     from flowcheck.node.ports.captures import PlannedCapture
-    from flowcheck.node.ports.port import Port
+    from flowcheck.node.ports.silence import Arrivals
 
 __all__ = ["LOST", "BoardWriter"]
 
@@ -38,7 +38,7 @@ class BoardWriter:
     what was measured of gradients, by group."""
 
     def __init__(
-        self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Port | None,
+        self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Arrivals | None,
         connected: Callable[[], Mapping[str, int]], now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], float] = time.time, common: Callable[[], Mapping[str, Any]] = dict, shadow: int = 0,
         doors: Callable[[], Mapping[str, Any]] = lambda: {"ports": {}, "inboxes": {}, "telemetry": {}},

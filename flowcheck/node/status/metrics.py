@@ -29,7 +29,7 @@ __all__ = ["METRICS", "MISSING", "STATUSES", "Kind", "exposition"]
 # Of a group: by the kind of its newest version's status, whichever step that follows.
 STATUSES = ("waiting", UNVERIFIED, FOLLOWS, VERIFIED, "parameters", "lost", DIVERGED, "refused")
 # By which cause elements are missing (flowcheck/rebuild/iteration/evidence.py, and iterations that were given up).
-MISSING = ("disagreed", "not_mirrored", "icrc", "unanchored", "disagreement", "lost", "overload")
+MISSING = ("disagreed", "not_mirrored", "icrc", "unanchored", "disagreement", "lost", "overload", "not_fed")
 ALERTED = ("problem", "refused", "moved", "job_refused")  # events that alert rules count
 CELL = 8  # bytes
 Document = Mapping[str, Any]

@@ -20,6 +20,7 @@ cells that came. Those that became void later are among them.
     retransmission   its packet came after later ones of the same connection: the link repeated it, or the mirror's path
                      mixed the order. Another stream may have filled it before; then it is that stream's
     peer             another node that mirrors the same group had it
+    feed             the trainer has sent it itself (fed_arenas.py); no stream brings anything of such a job
     trainer          of elements whose gradients were lost the trainer has sent its own state, which is in this
                      iteration's version: so many cells their gradients take. They were lost in it or in ones before
 
@@ -38,17 +39,17 @@ from flowcheck.rebuild.plan import BucketPlace
 
 __all__ = ["SOURCES", "filled", "healed"]
 
-SOURCES = ("stream", "retransmission", "peer", "trainer")
+SOURCES = ("stream", "retransmission", "peer", "trainer", "feed")
 
 
 def filled(engine: Engine, iteration: int, cells: int, given: Given = NOTHING) -> dict[str, int]:
-    """Cells of an iteration that has closed, by the source that filled them; only sources that occur, and never the
-    trainer. cells: how many the region has. given: by peers."""
+    """Cells of an iteration that has closed, by the source that filled them; only sources that occur, and only
+    the first three. cells: how many the region has. given: by peers."""
     void = engine.void_cells(iteration, 0, cells)
     came = engine.covered(iteration) + int(np.diff(void, axis=1).sum())
     late = min(engine.late(iteration), came)
-    counts = came - late, late, sum(given.cells.values()), 0
-    return {source: count for source, count in zip(SOURCES, counts, strict=True) if count}
+    counts = came - late, late, sum(given.cells.values())
+    return {source: count for source, count in zip(SOURCES, counts, strict=False) if count}
 
 
 def healed(elements: int, place: BucketPlace) -> int:

@@ -62,6 +62,10 @@ class Backlog:
                 self.copied += tensors.nbytes
         return True
 
+    @property
+    def idle(self) -> bool:
+        return not self.queue.unfinished_tasks
+
     def wake(self) -> None:
         with contextlib.suppress(queue.Full):  # then nobody waits
             self.queue.put_nowait((None, _WAKE, {}, None))

@@ -3,20 +3,18 @@
     sender = Sender(address, token, identity, opening)    opening(): messages that every connection begins with
     sender.put(message, tensors)       from the training thread: never waits
     sender.put_all([(message, tensors), ...])       the same of several that belong together
-    sender.put_base(link, pieces, n)   of the base of a log: goes out when nothing else does (base_queue.py)
+    sender.put_bulk(bulk, pieces, n)   gradients, or the base of a log: go out when nothing else does (bulk_queue.py)
     sender.requests.asked()            elements that the node has asked for and that may be answered now
-    sender.node                        what the node has said (node_state.py)
 
-What is small, and of this machine's memory, goes out at once and in one piece: through a thread of C that never takes
-the GIL from the one that launches kernels (outlet.py), or where that cannot be had from the training thread itself, as
-far as the socket takes it. All else is queued.
+What is small, and of this machine's memory, goes out at once and in one piece: through a thread of C that takes no GIL
+(outlet.py), or where that cannot be had from the training thread, as far as the socket takes it. All else is queued.
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
 `lost` counts it, and the next connection starts from nothing (the node then misses records, and asks for a state). A
 node that is gone is tried again after a second, then after longer pauses, for ever. So is one that welcomes a rank and
 then refuses what it sends; what it says each time again is said once (reasons.py). Threads are daemons, so that nothing
-here keeps a process alive. They end before the interpreter does, all the same: a thread that comes back from torch's
-C++ after that takes the whole process with it (SIGABRT), and a trainer that had done its work would have failed.
+here keeps a process alive. They end before the interpreter does: one that comes back from torch's C++ after that takes
+the process with it (SIGABRT), and a trainer that had done its work would have failed.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from flowcheck.control.protocol import Link, Members, Progress, Ranges, RecordsError, Refused, User, UserHead, Wanted
+from flowcheck.control.protocol import Link, Members, Progress, Ranges, RecordsError, Refused, User, Wanted
 from flowcheck.errors import FlowcheckError
 from flowcheck.trainer.connection.backlog import OPENING, QUEUE, REST, Backlog, Fill, send
-from flowcheck.trainer.connection.base_queue import BaseQueue, Pieces
+from flowcheck.trainer.connection.bulk_queue import BulkQueue, Pieces
 from flowcheck.trainer.connection.dialer import Dialer
 from flowcheck.trainer.connection.framed import Payload, pieces, user, user_head
 from flowcheck.trainer.connection.node_state import Heard, NodeState
@@ -59,8 +57,9 @@ _leaving: list[float] = []  # when that is over, once it has begun
 
 
 class Sender:
-    """node: what it has said. base: of a log, that is to go out. tried: the first attempt to connect is over. answered:
-    something came, or the connection ended. lost: how often the whole queue was given up."""
+    """node: what it has said. feed, base: gradients, and of a log its base, that are to go out. tried: the first
+    attempt to connect is over. answered: something came, or the connection ended. lost: how often the whole queue was
+    given up."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes | Callable[[], bytes], identity: Identity,
@@ -72,11 +71,12 @@ class Sender:
         self._dialer, self._opening = Dialer(address, token, identity, tls), opening
         self.node, self._reasons = NodeState(), Reasons(log)
         self._backlog, self._outlet = Backlog(), Outlet()
-        self.base = BaseQueue()
+        self.feed, self.base = BulkQueue(), BulkQueue()
         self.requests = RangeRequests(prepare, self._backlog)
         self._tail = UserTail()
         self._link: Link | None = None
         self._stop = threading.Event()
+        self._last: Any = None  # the last word, which waits for gradients
         self._parting = False  # the last word is said: the node ends the connection, and that is no loss
         self._again = threading.Event()  # the opening has more to say
         self.tried = threading.Event()
@@ -137,7 +137,8 @@ class Sender:
         link = self._link
         if link is None:
             return False
-        messages = [self._shortened(link, *one) if isinstance(one[0], User) else one for one in messages]
+        head = self.node.takes_head
+        messages = [self._tail.shortened(link, *one) if head and isinstance(one[0], User) else one for one in messages]
         done = None if fill is not None else self._at_once(link, pieces(messages))
         if done is not None:
             return done
@@ -154,7 +155,7 @@ class Sender:
             return False
         before, out = self._tail.now, [record]
         if own is not None:
-            same = self._same(link, own)
+            same = self._tail.same(link, own) if self.node.takes_head else 0
             left = len(own) - same
             head = user_head(number, rank, same, left) if same else user(number, rank, left)
             out = [head, own[:left] if same else own, record]
@@ -162,15 +163,6 @@ class Sender:
         if done is None:
             self._tail.put_back(before)
         return done
-
-    def _shortened(self, link: Link, message: User, data: Payload | None) -> tuple[Any, Payload | None]:
-        """Without what the node has already: the tensors of the state before this one on this connection."""
-        if isinstance(data, bytes) and (same := self._same(link, data)):
-            return UserHead(message.iteration, message.rank, same), data[:-same]
-        return message, data
-
-    def _same(self, link: Link, data: bytes) -> int:
-        return self._tail.same(link, data) if self.node.takes_head else 0
 
     def _at_once(self, link: Link, out: list[bytes] | None) -> bool | None:
         """None: they have to be queued."""
@@ -212,11 +204,12 @@ class Sender:
                 link.set_option(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, NOT_SENT)
         return link
 
-    def put_base(self, link: Link, pieces: Pieces, nbytes: int) -> bool:
-        """Of a base that was begun on this connection; False: it has ended. pieces: made by the thread that sends."""
-        if self._link is not link:
+    def put_bulk(self, bulk: BulkQueue, pieces: Pieces, nbytes: int, on: Link | None = None) -> bool:
+        """pieces: made by the thread that sends. on: the connection that a base was begun on. False: it has ended."""
+        link = self._link
+        if link is None or on not in (None, link):
             return False
-        self.base.put(link, pieces, nbytes)
+        bulk.put(link, pieces, nbytes)
         self._backlog.wake()
         return True
 
@@ -235,15 +228,21 @@ class Sender:
         """The last word, after which the node may end the connection."""
         self._parting = True
         self.base.clear()
-        self.put(last)
+        if self.feed.idle:
+            self.put(last)
+        else:
+            self._last = last
 
     def finish(self, seconds: float) -> None:
         """End the connection when the node has read all that was put, which it says by ending it, or after that time.
         Where this side closed it before, what the node has not read could be thrown away."""
         self._parting = True
         deadline = time.monotonic() + seconds
-        while (self._backlog.queue.unfinished_tasks or not self.base.idle) and self._waits(deadline):
+        while not (self.feed.idle and self.base.idle and self._backlog.idle) and self._waits(deadline):
             time.sleep(0.005)
+        if (last := self._last) is not None:
+            self._last = None
+            self.put(last)
         self._outlet.finish(deadline - time.monotonic())
         if (link := self._link) is not None:
             link.finish()
@@ -288,6 +287,7 @@ class Sender:
                 pause = min(2 * pause, PAUSE[1])
                 continue
             self._outlet.open(link, sock)
+            self.feed.opened()
             self.base.opened()
             self._again.set()
             began, self._link = time.monotonic(), link
@@ -303,9 +303,9 @@ class Sender:
                 link.close()
                 self._outlet.close()
                 listener.join()
-                self.requests.clear()
                 self._backlog.drain()
-                self.base.clear()
+                for waiting in (self.requests, self.feed, self.base):
+                    waiting.clear()
                 self.node.disconnected()
                 self.answered.set()
             if self.node.final or self._parting:
@@ -328,7 +328,7 @@ class Sender:
                     self._again.clear()
                     for message in self._opening():
                         link.send(message)
-            if self._sends_base(link):
+            if self._sends_bulk(link, self.feed) or self._sends_bulk(link, self.base):
                 continue
             to, message, tensors, fill = self._backlog.get()
             try:
@@ -346,10 +346,10 @@ class Sender:
             finally:
                 self._backlog.done(tensors)
 
-    def _sends_base(self, link: Link) -> bool:
+    def _sends_bulk(self, link: Link, bulk: BulkQueue) -> bool:
         """A part of it, if nothing else waits."""
         waiting = self._backlog.queue
-        part = self.base.part(link) if self._link is link and not waiting.unfinished_tasks else None
+        part = bulk.part(link) if self._link is link and not waiting.unfinished_tasks else None
         if part is None:
             return False
         with self._outlet.lock:
@@ -358,7 +358,7 @@ class Sender:
             self._outlet.flush(link)
             began = time.monotonic()
             link.send(part.message, [part.data], len(part.data))
-        self.base.went(part, time.monotonic() - began)
+        bulk.went(part, time.monotonic() - began)
         return True
 
     def _listen(self, link: Link) -> None:

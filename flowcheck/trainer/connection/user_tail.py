@@ -1,6 +1,7 @@
 """What a node has of the user state before: of the next one only the rest is sent.
 
     tail.same(link, data)       how many of the last bytes of this state the node has, once it has this one
+    tail.shortened(link, message, data)     without them
     tail.put_back(tail.now)     the one before was the last that went, after all
     tail.forget()               one did not go: nothing is known
 
@@ -9,8 +10,11 @@ The training thread.
 
 from __future__ import annotations
 
-from flowcheck.control.protocol import Link
+from typing import Any
+
+from flowcheck.control.protocol import Link, User, UserHead
 from flowcheck.control.user_state import tail_bytes, tail_of
+from flowcheck.trainer.connection.framed import Payload
 
 __all__ = ["UserTail"]
 
@@ -27,6 +31,12 @@ class UserTail:
             return len(before[1])
         self.now = link, tail_of(data)
         return 0
+
+    def shortened(self, link: Link, message: User, data: Payload | None) -> tuple[Any, Payload | None]:
+        """Without what the node has already: the tensors of the state before this one on this connection."""
+        if isinstance(data, bytes) and (same := self.same(link, data)):
+            return UserHead(message.iteration, message.rank, same), data[:-same]
+        return message, data
 
     def put_back(self, before: tuple[Link, bytes] | None) -> None:
         self.now = before

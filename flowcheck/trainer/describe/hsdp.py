@@ -27,7 +27,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
 from flowcheck.trainer.describe.parts import Layout, Part, after_backward, local, position
 
-__all__ = ["Hsdp", "hsdp_parts", "is_sharded"]
+__all__ = ["Hsdp", "has_replicas", "hsdp_parts", "is_sharded"]
 
 WHERE = "fully_shard"
 _Came = tuple[int, int, int]  # a gradient: its parameter group, its place there, where it lies in what was reduced
@@ -56,6 +56,11 @@ def _groups(module: torch.nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def has_replicas(module: torch.nn.Module) -> bool:
+    """Of each shard?"""
+    return any(getattr(group.mesh_info, "replicate_process_group", None) is not None for group in _groups(module))
+
+
 def _unknown(what: str) -> UserError:
     return UserError(f"torch {torch.__version__} has another {WHERE} than is known: {what}", where=WHERE,
                      remedy="a version of torch that the tests name (docs/use/layouts.md), or DistributedDataParallel")
@@ -75,8 +80,8 @@ def hsdp_parts(module: torch.nn.Module, name: str = "") -> list[Hsdp]:
             raise UserError(
                 f"{fqn} is sharded by fully_shard without replicas: ReduceScatter puts no reduced gradient on the wire",
                 where="model",
-                remedy="a mesh of replicas and shards (HSDP), or DistributedDataParallel; what replay can rebuild of"
-                       " FSDP and ZeRO: docs/use/qualify.md",
+                remedy='attach(kind="log", source="feed") (docs/use/feed.md); a mesh of replicas and shards (HSDP), or'
+                       " DistributedDataParallel; what replay can rebuild of FSDP and ZeRO: docs/use/qualify.md",
             )
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":
             raise UserError("uses CPUOffloadPolicy", where=WHERE, remedy="leave it out for this job")

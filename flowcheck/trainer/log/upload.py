@@ -5,7 +5,7 @@
 
 Nobody waits for it. What a boundary takes is copied there, in the order of the device's stream; the thread that sends
 encodes it when the copies have been made, and sends it when nothing else is to be sent. While UNSENT bytes of it
-(base_queue.py) are still here, boundaries take nothing more: the base is then of more boundaries. Each node has a base
+(bulk_queue.py) are still here, boundaries take nothing more: the base is then of more boundaries. Each node has a base
 of its own, so that no link waits for another. The training thread.
 """
 
@@ -18,8 +18,8 @@ import torch
 
 from flowcheck.control.checksum import sum_text
 from flowcheck.control.protocol import Base, Link
-from flowcheck.trainer.connection import base_queue
-from flowcheck.trainer.connection.base_queue import Pieces
+from flowcheck.trainer.connection import bulk_queue
+from flowcheck.trainer.connection.bulk_queue import Pieces
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import BaseHead, BasePiece, Taker
@@ -60,7 +60,7 @@ class BaseUpload:
         whole = sum(nbytes_of([one, self._optimizer.state.get(one)]) for one in parameters.values())
         budget = max(LEAST, math.ceil((whole + nbytes_of(dict(constants))) / steps))
         self._going[sender] = _Going(sender, link, self._optimizer, parameters, constants,
-                                     min(budget, base_queue.UNSENT))
+                                     min(budget, bulk_queue.UNSENT))
 
 
 class _Going:
@@ -82,7 +82,7 @@ class _Going:
             raise queue.failure
         if self._number == self._of:
             return not queue.idle
-        if not queue.idle and queue.unsent + max(self._budget, self._due) > base_queue.UNSENT:
+        if not queue.idle and queue.unsent + max(self._budget, self._due) > bulk_queue.UNSENT:
             return True  # as long as it is not, the connection is there
         if not self._taker.whole:
             taken = self._taker.take(step)
@@ -100,7 +100,7 @@ class _Going:
         return self._taker.due if not self._taker.whole else self._left[0][1].nbytes
 
     def _put(self, pieces: Pieces, nbytes: int) -> bool:
-        return self._sender.put_base(self._link, pieces, nbytes)
+        return self._sender.put_bulk(self._sender.base, pieces, nbytes, self._link)
 
     def _some_constants(self, step: int) -> list[BasePiece]:
         found, room = list[BasePiece](), self._budget

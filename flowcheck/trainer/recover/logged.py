@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from flowcheck.ask.logs import LogEntry, LogSource, OpenLog
 from flowcheck.ask.receiving import AskError
@@ -337,7 +338,8 @@ def _entries(
         buffers |= entry.buffers
         yield Entry(
             entry.iteration, [stepped],
-            {name: TensorCopy(value, Place.DEVICE) for name, value in gradients.items()}, skipped,
+            {name: TensorCopy(value, Place.SHARD if isinstance(held[name], DTensor) else Place.DEVICE)
+             for name, value in gradients.items()}, skipped,
             entry.record["checksums"], wire,
         )
 

@@ -7,7 +7,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ class FakeSession:
         self.next: int | None = None
         self.serves, self.matches = -1, options.get("matches", 0)
         self.begun, self.owed = range(0), set[int]()
-        self.overload, self.port = SimpleNamespace(packets=0), options["port"]
+        self.dropped, self.port, self.fed = 0, options["port"], None
         self.closed = threading.Event()
         self.placers: Placers | None = None  # that place for it
         self.behind = 0  # looks until they have taken what was there

@@ -32,7 +32,7 @@ from flowcheck.node.versions.journal.log_folder import About, log_folder, write_
 from flowcheck.node.versions.journal.log_shelf import LogShelf
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.version.records import StepRecord
-from flowcheck.trainer.connection.base_queue import BaseQueue
+from flowcheck.trainer.connection.bulk_queue import BulkQueue
 from flowcheck.trainer.connection.node_state import NodeState
 from flowcheck.trainer.log.codec import record_tree
 from flowcheck.trainer.log.record import StepRecord as Stepped
@@ -55,13 +55,13 @@ class Sender:
     """In place of a connection: what is put goes to the node's bases."""
 
     def __init__(self, bases: Bases) -> None:
-        self.node, self.base = NodeState(), BaseQueue()
+        self.node, self.base = NodeState(), BulkQueue()
         self.bases, self.whole = bases, list[WholeBase]()
 
     def begin_base(self) -> str:
         return "link"
 
-    def put_base(self, link: str, pieces: Iterator[tuple[Base, bytearray]], nbytes: int) -> bool:
+    def put_bulk(self, bulk: BulkQueue, pieces: Iterator[tuple[Base, bytearray]], nbytes: int, on: str) -> bool:
         for message, data in pieces:
             base = self.bases.take(message, bytes(data))
             self.whole += [base] if base is not None else []

@@ -748,11 +748,11 @@ def test_a_node_that_is_behind_is_not_a_silent_mirror(live, progress: str) -> No
             at.engine.counts[0]["placed"] = (t, 1)
         else:
             at.session.arenas.scheduler._blocked = [True]
-        at.take(at.session._silence.look(at.session.arenas.scheduler.blocked))
+        at.take(at.session._mirror._silence.look(at.session.arenas.scheduler.blocked))
     assert at.silent == []
-    at.take(at.session._silence.look(False))
+    at.take(at.session._mirror._silence.look(False))
     at.now += 3
-    at.take(at.session._silence.look(False))
+    at.take(at.session._mirror._silence.look(False))
     assert len(at.silent) == 1
 
 

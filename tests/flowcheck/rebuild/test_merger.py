@@ -29,7 +29,7 @@ def test_only_sources_that_occur_are_named() -> None:
     assert filled(engine, 1, 10) == {"stream": 6, "retransmission": 4}
     given = Given(cells={"a": 3, "b": 4})
     assert filled(engine, 1, 10, given) == {"stream": 6, "retransmission": 4, "peer": 7}
-    assert (*filled(engine, 1, 10, given), "trainer") == SOURCES
+    assert (*filled(engine, 1, 10, given), "trainer", "feed") == SOURCES
 
 
 @pytest.mark.parametrize(("dtype", "elements", "cells"), [

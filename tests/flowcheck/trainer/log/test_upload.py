@@ -12,7 +12,7 @@ import torch
 from flowcheck.control.protocol import Bye, Ranges, Record
 from flowcheck.control.tensors import HEADER_LIMIT
 from flowcheck.errors import UserError
-from flowcheck.trainer.connection import base_queue
+from flowcheck.trainer.connection import bulk_queue
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.log.base import BaseHead, BasePiece
 from flowcheck.trainer.log.codec import unpacked
@@ -58,7 +58,7 @@ class Training:
 
 @pytest.fixture
 def training(hand_node: HandNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    monkeypatch.setattr(base_queue, "UNSENT", BOUND)
+    monkeypatch.setattr(bulk_queue, "UNSENT", BOUND)
     made = Training(hand_node)
     yield made
     made.sender.close(Bye(), 0.0)

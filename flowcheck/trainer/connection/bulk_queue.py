@@ -1,4 +1,4 @@
-"""What is to go out of the base of a log: a part at a time, when nothing else waits for the connection.
+"""What is large and may be late, of the base of a log or of gradients: a part at a time, when no message waits.
 
     queue.put(link, pieces, nbytes)         the training thread: what one boundary took of it
     queue.clear()                           any thread: nothing of it is sent any more
@@ -17,20 +17,20 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flowcheck.control.protocol import Base, Link
+from flowcheck.control.protocol import Base, Fed, Link
 
-__all__ = ["UNSENT", "BaseQueue", "Part", "Pieces"]
+__all__ = ["UNSENT", "BulkQueue", "Part", "Pieces"]
 
 UNSENT = 256 << 20  # bytes of a base that are held for a node, or one parameter with its state where that is more
 SMALL, LARGE = 64 << 10, 1 << 20  # bytes of a part
 QUICK = 10e6  # bytes a second, from which on parts are large
-Pieces = Iterator[tuple[Base, bytearray]]  # each with the message of its first part
+Pieces = Iterator[tuple[Base, bytearray]] | Iterator[tuple[Fed, memoryview]]  # each with the message of its first part
 SHOWN = 1 << 20  # bytes by which a link shows how quick it is; of older ones each time half as much counts
 
 
 @dataclass(frozen=True)
 class Part:
-    message: Base
+    message: Base | Fed
     data: memoryview
 
 
@@ -41,7 +41,7 @@ class _Given:
     nbytes: int
 
 
-class BaseQueue:
+class BulkQueue:
     """failure: what encoding has raised; None: nothing. Of one connection after the other."""
 
     def __init__(self) -> None:

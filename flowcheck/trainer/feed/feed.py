@@ -1,0 +1,121 @@
+"""A rank's gradients, as its optimizer reads them, to nodes that keep a log: in place of a mirror.
+
+    feed = Feed(group, optimizer, described, run_id, epoch, leads)
+    feed.before_step()                  right before the update: what it reads is copied, if somebody follows
+    feed.look()                         at a boundary: the manifest, once a step has shown what gradients are
+    feed.after_step()                   right after it: waits for the copy where it has to
+    feed.over(senders, it)              at a boundary: the copy goes out, or why it does not
+
+At the hook of the optimizer's step gradients are final, whatever has made them: reduced, divided, unscaled, clipped. So
+the manifest says no factor, and neither does a record. Where a fused optimizer unscales them itself they are not, and
+the job is refused by name. Of ranks that hold the same rank 0 sends, and no other.
+
+It has the face of a Watch (describe/description.py) for whoever follows a part. The training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from flowcheck.control.protocol import Unfed
+from flowcheck.errors import UserError
+from flowcheck.job.model import Job
+from flowcheck.trainer.connection.sender import Sender
+from flowcheck.trainer.describe.described import Model
+from flowcheck.trainer.feed.layout import FeedLayout, feed_layout
+from flowcheck.trainer.feed.slots import Slot, Slots
+from flowcheck.trainer.loop import Over
+
+__all__ = ["Feed"]
+
+BUSY = "the copies of two earlier steps are still on their way to a node"
+SPOILT = "gradients were written to before they were copied"
+UNTAKEN = "no gradients were taken: the optimizer's step was not heard"
+
+
+class Feed:
+    """leads: this is rank 0. group: of ranks that hold the same. say: a line of the log."""
+
+    passes = 1
+    whole = False
+
+    def __init__(
+        self, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, described: Model, run_id: str, epoch: int,
+        leads: bool, say: Callable[[str], None],
+    ) -> None:
+        self._group, self._optimizer, self._described = group, optimizer, described
+        self._identity, self._leads, self._say = (run_id, epoch), leads, say
+        self._layout: FeedLayout | None = None
+        self._slots: Slots | None = None
+        self._taken: Slot | None = None
+        self._why = UNTAKEN
+        self._waits = False  # each step, for its copy
+        self.skipped = 0  # steps that were not copied, because both slots were on their way
+        self.why = "the optimizer's first step is waited for"
+
+    # -- around the step --
+
+    def before_step(self) -> None:
+        """Raises UserError: what the step reads cannot be sent."""
+        if getattr(self._optimizer, "grad_scale", None) is not None:
+            raise UserError("the optimizer unscales gradients itself (fused, with a GradScaler)", where="optimizer",
+                            remedy="scaler.unscale_(optimizer) before its step; or no fused=True")
+        if self._layout is None:
+            self._layout = feed_layout(self._described, self._optimizer)
+        if self._slots is None:
+            return
+        self._taken = self._slots.take()
+        self._why = "" if self._taken is not None else BUSY
+        self.skipped += self._taken is None
+
+    def after_step(self) -> None:
+        if self._taken is not None:
+            self._taken.wait(self._waits)
+
+    def over(self, senders: Sequence[Sender], it: Over) -> None:
+        slot, self._taken = self._taken, None
+        why, self._why = self._why, UNTAKEN
+        if not self._leads:
+            return
+        if self._slots is not None and self._slots.spoilt and not self._waits:
+            self._waits = True
+            self._say("gradients were written to before they were copied (zero_grad(set_to_none=False)?): from now on"
+                      " each step waits for the copy")
+        for sender in senders:
+            if it.skipped:
+                sender.put(Unfed(it.number, ""))
+            elif slot is None:
+                sender.put(Unfed(it.number, why))
+            else:
+                spoilt = partial(sender.put, Unfed(it.number, SPOILT))
+                sender.put_bulk(sender.feed, slot.pieces(it.number, spoilt), slot.nbytes)
+
+    # -- as a Watch --
+
+    def look(self, passes: int = 1) -> Job | None:
+        """passes: nothing of it is heard."""
+        if self._layout is None:
+            return None
+        if self._leads and self._slots is None:
+            self._slots = Slots(self._layout)
+        return self._layout.job(self._described, *self._identity, dist.get_world_size(self._group))
+
+    def again(self, iteration: int) -> str:
+        return ""
+
+    def renew(self, described: Model, why: str) -> None:
+        self.redescribe(described)
+        self.why = f"{why}; joined anew by the next iteration"
+
+    def redescribe(self, described: Model) -> None:
+        self.close()
+        self._described, self._layout, self._slots, self._taken = described, None, None, None
+
+    def close(self) -> None:
+        """No step is copied any more. May be called twice."""
+        if self._slots is not None:
+            self._slots.close()

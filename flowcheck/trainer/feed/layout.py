@@ -1,0 +1,101 @@
+"""Where gradients that are sent lie: buckets of whole parameters, in the order of the state_dict.
+
+    layout = feed_layout(described, optimizer)
+    layout.buckets                  [[(name, parameter), ...], ...]
+    layout.job(described, ...)      the manifest
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flowcheck.control.tensors import DTYPES
+from flowcheck.errors import UserError
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import (
+    FEED,
+    Bucket,
+    Buckets,
+    BucketSlice,
+    Collective,
+    Collectives,
+    Communicator,
+    Gradients,
+    Job,
+)
+from flowcheck.trainer.describe.described import Model, named
+from flowcheck.trainer.describe.extra import unproven
+from flowcheck.trainer.describe.parts import local
+
+__all__ = ["FeedLayout", "feed_layout"]
+
+BUCKET_BYTES = 32 << 20  # from which on a bucket takes no further parameter
+NO_NCCL = "0.0"
+
+
+@dataclass(frozen=True)
+class FeedLayout:
+    """dtype, device: of all gradients."""
+
+    buckets: list[list[tuple[str, torch.Tensor]]]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def elements(self) -> list[int]:
+        return [sum(local(one).numel() for _, one in bucket) for bucket in self.buckets]
+
+    def job(self, described: Model, run_id: str, epoch: int, ranks: int) -> Job:
+        dtype = DTYPES[self.dtype][0]
+        calls = [Collective("AllReduce", count, dtype, carries="gradient", bucket=number)
+                 for number, count in enumerate(self.elements)]
+        job = Job(
+            communicator=Communicator(ranks, NO_NCCL), flows=[], collectives=Collectives([], calls, [], calls),
+            buckets=Buckets([], [Bucket(list(_slices(bucket))) for bucket in self.buckets]), model=described.entries,
+            gradients=Gradients(dtype), step_values=["lr", *(["buffers"] if described.buffers else [])],
+            run_id=run_id, epoch=epoch, unproven=unproven(described.extra), kind=described.stepping.kind, source=FEED,
+        )
+        return job_from_dict(job.to_dict(), where="the live job")
+
+
+def _slices(bucket: list[tuple[str, torch.Tensor]]) -> list[BucketSlice]:
+    out, at = [], 0
+    for name, parameter in bucket:
+        count = local(parameter).numel()
+        out.append(BucketSlice(name, at, count))
+        at += count
+    return out
+
+
+def feed_layout(described: Model, optimizer: torch.optim.Optimizer) -> FeedLayout:
+    """As the gradients of the optimizer are now. Raises UserError: they cannot be sent."""
+    parameters = named(optimizer, described.names)
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
+    dtypes: set[torch.dtype] = set()
+    devices: set[torch.device] = set()
+    room = 0
+    for entry in described.entries:
+        if entry.name not in parameters or entry.kind != "optimized" or entry.tied:
+            continue
+        parameter = parameters[entry.name]
+        grad = local(parameter.grad) if parameter.grad is not None else None
+        if grad is None or grad.layout != torch.strided or grad.dtype not in DTYPES:
+            what = "has no gradient" if grad is None else f"has a gradient of {grad.dtype}, {grad.layout}"
+            raise UserError(f"parameter {entry.name} {what}", where="optimizer",
+                            remedy="give the optimizer the parameters that every iteration trains; dense gradients")
+        dtypes.add(grad.dtype)
+        devices.add(grad.device)
+        if not buckets or room <= 0:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append((entry.name, parameter))
+        room -= grad.numel() * grad.element_size()
+    if len(dtypes) != 1:
+        raise UserError(f"has gradients of {', '.join(sorted(map(str, dtypes))) or 'no type'}", where="optimizer",
+                        remedy="one type for all of them")
+    if len(devices) != 1 or (device := devices.pop()).type not in ("cpu", "cuda"):
+        raise UserError("has gradients on several devices, or on one that is neither a CPU nor a GPU of CUDA",
+                        where="optimizer", remedy="one device for a rank")
+    return FeedLayout(buckets, dtypes.pop(), device)

@@ -1,0 +1,187 @@
+"""Copies of gradients that are on their way: two, so that a step is copied while the one before is sent.
+
+    slots = Slots(layout)
+    slot = slots.take()                 begins a copy of what the optimizer is about to read; None: both are not free
+    slot.wait()                         right after the step, where it has to be: until that memory may be written
+    slot.pieces(iteration, spoilt)      for each node that it is sent to (connection/bulk_queue.py)
+
+A copy is made while the optimizer steps: by a thread, or on a GPU by a stream of its own, into memory that is pinned
+for it. The gradients are held until then, so what a script sets to None stays what it was. Who gets new memory for each
+backward pass is never waited for. Where gradients are views of memory that the next pass writes, the step waits for the
+copy; on a GPU only its stream does. What was written to before it was copied, as torch counts it, is not sent
+(`spoilt`), and from then on each step waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Self
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flowcheck.control.checksum import sum_text
+from flowcheck.control.protocol import Fed
+from flowcheck.errors import UserError
+from flowcheck.trainer.describe.parts import local
+from flowcheck.trainer.feed.layout import FeedLayout
+
+__all__ = ["Slot", "Slots"]
+
+SLOTS = 2
+
+
+_Held = list[tuple[torch.Tensor, torch.Tensor, int]]  # gradients, where they go, and their counts of writes
+
+
+def _written(held: _Held) -> bool:
+    """To any since its copy was begun?"""
+    return any(grad._version != before for grad, _, before in held)
+
+
+class _Pieces(Iterator[tuple[Fed, memoryview]]):
+    """Of one slot, to one node: bucket by bucket. The thread that sends."""
+
+    def __init__(self, slot: Slot, iteration: int, spoilt: Callable[[], object]) -> None:
+        self._slot, self._iteration, self._spoilt, self._next = slot, iteration, spoilt, 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Fed, memoryview]:
+        number = self._next
+        if not number and not self._slot.copied():
+            self._next = len(self._slot.buckets)
+            self._spoilt()
+            raise StopIteration
+        if number == len(self._slot.buckets):
+            raise StopIteration
+        self._next += 1
+        data = self._slot.bytes_of(number)
+        return Fed(self._iteration, number, len(data), self._slot.sum(number), 0), data
+
+
+class Slot:
+    """stream: of the device that has the gradients; None: this machine's memory has them, and `thread` copies.
+
+    buckets: 1-D, as the layout says. nbytes: of all of them. spoilt: gradients were written to before they were copied.
+    """
+
+    def __init__(self, layout: FeedLayout, thread: ThreadPoolExecutor, stream: Any) -> None:
+        self._layout, self._thread, self._stream = layout, thread, stream
+        pinned = stream is not None
+        self.buckets = [torch.empty(count, dtype=layout.dtype, pin_memory=pinned) for count in layout.elements]
+        self.nbytes = sum(one.nbytes for one in self.buckets)
+        self._sums: list[str] = [""] * len(self.buckets)
+        self._reading: weakref.WeakSet[_Pieces] = weakref.WeakSet()
+        self._held: _Held = []
+        self._copy: Future[None] | None = None
+        self._event: Any = None
+        self.spoilt = False
+        self._lent = False  # gradients are views of memory that the next backward pass writes
+
+    @property
+    def free(self) -> bool:
+        return not self._reading and (self._copy is None or self._copy.done())
+
+    def begin(self) -> None:
+        """Raises UserError: a gradient is not what it was when the job became known."""
+        self._sums, self.spoilt, held, self._lent = [""] * len(self.buckets), False, [], False
+        for into, bucket in zip(self.buckets, self._layout.buckets, strict=True):
+            at = 0
+            for name, parameter in bucket:
+                whole = parameter.grad
+                grad = local(whole).detach() if whole is not None else None
+                if grad is None or grad.dtype != into.dtype or grad.layout != torch.strided:
+                    raise UserError(f"parameter {name} has {'no gradient' if grad is None else 'another kind of one'}",
+                                    where="optimizer", remedy="gradients of one kind in every iteration")
+                self._lent |= grad.untyped_storage().nbytes() > grad.nbytes and not isinstance(whole, DTensor)
+                held.append((grad, into[at : at + grad.numel()].view(grad.shape), grad._version))
+                at += grad.numel()
+        self._held = held
+        if self._stream is None:
+            self._copy = self._thread.submit(self._copy_all)
+        else:
+            self._copy_on_stream()
+
+    def _copy_on_stream(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))
+        with torch.cuda.stream(self._stream):
+            for grad, into, _ in self._held:
+                into.copy_(grad, non_blocking=True)
+                grad.record_stream(self._stream)
+            self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+
+    def _copy_all(self) -> None:
+        """A thread of its own."""
+        held, self._held = self._held, []
+        for grad, into, _ in held:
+            into.copy_(grad)
+        self.spoilt = _written(held)
+
+    def wait(self, always: bool) -> None:
+        """always: also where each backward pass has memory of its own."""
+        if not (self._lent or always):
+            return
+        if self._event is not None:
+            torch.cuda.current_stream(self._layout.device).wait_event(self._event)
+            self._held = []  # what is written to them comes after it
+        elif self._copy is not None:
+            self._copy.result()
+
+    def copied(self) -> bool:
+        """Waits for the copy. False: it is of no use. A thread that sends."""
+        if self._event is not None:
+            self._event.synchronize()
+            self.spoilt |= _written(self._held)
+            self._held = []
+        elif self._copy is not None:
+            self._copy.result()
+        return not self.spoilt
+
+    def pieces(self, iteration: int, spoilt: Callable[[], object]) -> Iterator[tuple[Fed, memoryview]]:
+        """spoilt: called in place of the pieces, where the copy is of no use."""
+        found = _Pieces(self, iteration, spoilt)
+        self._reading.add(found)
+        return found
+
+    def bytes_of(self, number: int) -> memoryview:
+        return self.buckets[number].view(torch.uint8).numpy().data
+
+    def sum(self, number: int) -> str:
+        """Of several nodes the first one's thread forms it."""
+        if not self._sums[number]:
+            self._sums[number] = sum_text(self.bytes_of(number))
+        return self._sums[number]
+
+
+class Slots:
+    """Memory: twice the gradients, from the first use on."""
+
+    def __init__(self, layout: FeedLayout) -> None:
+        self._layout = layout
+        self._thread = ThreadPoolExecutor(1, "flowcheck feed")
+        self._stream = torch.cuda.Stream(layout.device) if layout.device.type == "cuda" else None
+        self._slots: list[Slot] = []
+
+    @property
+    def spoilt(self) -> bool:
+        """Was any copy?"""
+        return any(slot.spoilt for slot in self._slots)
+
+    def take(self) -> Slot | None:
+        """Raises UserError as Slot.begin does."""
+        slot = next((one for one in self._slots if one.free), None)
+        if slot is None and len(self._slots) < SLOTS:
+            slot = Slot(self._layout, self._thread, self._stream)
+            self._slots.append(slot)
+        if slot is not None:
+            slot.begin()
+        return slot
+
+    def close(self) -> None:
+        """No step is copied any more."""
+        self._thread.shutdown(wait=False)

@@ -1,0 +1,133 @@
+"""One rank of a job whose gradients are sent to a node; prints one JSON line per step. Run by test_fed.py.
+
+    python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
+
+recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
+sharded: by fully_shard. views: gradients are views of DDP's buckets, and are set to zero in place. hold: at this step
+nothing goes on until a node has published a later iteration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import flowcheck
+
+TOKEN = "a token that only tests have"
+INSTANTS = ("forward", "backward", "step", "boundary")
+
+
+class Net(torch.nn.Module):
+    """Tied weights, a buffer, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(37, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.middle = torch.nn.Linear(16, 16)
+        self.drop = torch.nn.Dropout(0.1)
+        self.head = torch.nn.Linear(16, 37, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(torch.relu(self.middle(self.norm(self.embed(tokens).mean(1))))))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def hashed(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of all that the next step begins with."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + local(tensor).detach().numpy().tobytes())
+    for parameter in optimizer.param_groups[0]["params"]:
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor):
+                found.update(key.encode() + local(value).detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def main(given: dict[str, Any]) -> None:
+    rank = given["rank"]
+    dist.init_process_group("gloo", init_method=f"file://{given['store']}", rank=rank, world_size=given["ranks"])
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    bare = Net()
+    sharded = given.get("sharded")
+    if sharded:
+        fully_shard(bare.middle)
+        fully_shard(bare)
+    optimizer = getattr(torch.optim, given.get("optimizer", "NAdam"))(bare.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    step, epoch, whence = 0, 0, ""
+    if given.get("recover"):
+        recovered = flowcheck.recover(given["api"], token=TOKEN, run_id="fed",
+                                      shard=f"rank{rank}" if sharded else None)
+        recovered.load(bare, optimizer)
+        schedule.load_state_dict(recovered.scheduler)
+        recovered.restore_rng()
+        step, epoch, whence = recovered.step, recovered.epoch, recovered.source
+    model: Any = bare if sharded else DistributedDataParallel(bare, gradient_as_bucket_view=bool(given.get("views")))
+    if not given.get("recover"):
+        torch.manual_seed(100 + rank)
+    attachment = None
+    if given.get("node"):
+        attachment = flowcheck.attach(model, optimizer, node=given["node"], token=TOKEN, run_id="fed", epoch=epoch,
+                                      iteration=step, checksum_every=5, kind="log", source="feed", scheduler=schedule)
+    die, instant = given.get("die") or (-1, "")
+    print(json.dumps({"step": step, "whence": str(whence), "hash": hashed(bare, optimizer)}), flush=True)
+    while step < given["until"]:
+        def at(where: str, now: int = step) -> None:
+            if (now, where) == (die, instant):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        data = torch.Generator().manual_seed(1000 * step + rank)
+        for part in range(2):  # micro-batches
+            tokens = torch.randint(37, (8, 4), generator=data)
+            with model.no_sync() if not (part or sharded) else torch.enable_grad():
+                if sharded:
+                    bare.set_requires_gradient_sync(bool(part))
+                loss = model(tokens).square().mean()
+                at("forward")
+                loss.backward()
+        at("backward")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if step % 7 != 6:  # as after an overflow
+            optimizer.step()
+        at("step")
+        schedule.step()
+        optimizer.zero_grad(set_to_none=not given.get("views"))
+        if attachment is not None:
+            attachment.step()
+        step += 1
+        state = str(attachment.state) if attachment is not None else ""
+        print(json.dumps({"step": step, "hash": hashed(bare, optimizer), "state": state,
+                          "why": attachment.why if attachment is not None else "",
+                          "published": attachment.published[0] if attachment is not None else -1}), flush=True)
+        at("boundary")
+        while attachment is not None and given.get("hold") == step and attachment.published[0] < step - 1:
+            if rank:
+                break
+            time.sleep(0.01)
+    if attachment is not None:
+        attachment.close()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

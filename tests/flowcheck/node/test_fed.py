@@ -1,0 +1,184 @@
+"""Jobs whose gradients are sent to a node, without a mirror: killed at any instant, they go on bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.flowcheck.hand_node import until
+
+from .conftest import NodeProcess
+
+WORKER = Path(__file__).with_name("fed_worker.py")
+LONGEST = 120.0
+TOKEN = "a token that only tests have"
+INSTANTS = ("forward", "backward", "step", "boundary")
+SEEDS = 20
+Trained = list[dict[str, Any]]
+
+
+class Ranks:
+    """Two processes of fed_worker.py."""
+
+    def __init__(self, folder: Path, **given: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        store = folder / f"store{len(list(folder.glob('*.0')))}"
+        self._dies = bool(given.get("die"))
+        given |= {"ranks": 2, "store": str(store)}
+        self._said = [store.with_suffix(f".{rank}") for rank in range(2)]  # a pipe would fill up
+        self.processes = []
+        for path, more in zip(self._said, ({"rank": 0}, {"rank": 1, "die": None}), strict=True):
+            with path.open("w") as out:
+                self.processes.append(subprocess.Popen(
+                    [sys.executable, "-P", str(WORKER), json.dumps(given | more)], stdout=out, stderr=subprocess.PIPE,
+                    text=True))
+
+    def finish(self) -> Trained:
+        """What rank 0 has said."""
+        first, second = self.processes
+        _, error = first.communicate(timeout=LONGEST)
+        if self._dies:
+            second.kill()
+        _, other = second.communicate(timeout=LONGEST)
+        assert self._dies or [first.returncode, second.returncode] == [0, 0], (error + other)[-4000:]
+        return [json.loads(line) for line in self._said[0].read_text().splitlines() if line.endswith("}")]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[int, str]]:
+    """undisturbed(sharded) -> what the state is after each step."""
+
+    @cache
+    def hashes(sharded: bool) -> dict[int, str]:
+        return {one["step"]: one["hash"] for one in Ranks(tmp_path_factory.mktemp("alone"), until=50,
+                                                          sharded=sharded).finish()}
+
+    return hashes
+
+
+def settings(folder: Path, port: int = 0, more: str = "") -> str:
+    """Of a node without a mirror port."""
+    (folder / "token").write_text(TOKEN)
+    (folder / "token").chmod(0o600)
+    return f"""
+groups = 2
+[feed]
+[control]
+listen = "127.0.0.1:{port}"
+token_file = "{folder / 'token'}"
+[api]
+listen = "127.0.0.1:0"
+[replica]
+directory = "{folder}"
+slots = 4
+[output]
+directory = "{folder / 'out'}"
+[journal]
+directory = "{folder / 'journal'}"
+megabytes = 64
+{more}"""
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
+    """start_node(port=0)"""
+    started: list[NodeProcess] = []
+
+    def start(port: int = 0) -> NodeProcess:
+        started.append(NodeProcess(tmp_path, settings(tmp_path, port)))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+def asked(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
+    """What --check says of settings."""
+    (folder / "node.toml").write_text(text)
+    return subprocess.run([sys.executable, "-P", "-m", "flowcheck.node", "--config", str(folder / "node.toml"),
+                           "--check", "--json"], capture_output=True, text=True, timeout=LONGEST)
+
+
+def test_what_a_node_would_take(tmp_path: Path) -> None:
+    done = asked(tmp_path, settings(tmp_path))
+    said = json.loads(done.stdout)
+    assert said["journal"]["example"] and said["gradients"] == 2 * 4 * said["journal"]["entry"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("was", "now"), [
+    ("[journal]", "[telemetry]"), ("[feed]", "[feed]\nkey = 1"), ("[feed]", ""), ('listen = "127.0.0.1:0"', ""),
+])
+def test_settings_that_cannot_be(tmp_path: Path, was: str, now: str) -> None:
+    done = asked(tmp_path, settings(tmp_path).replace(was, now, 1))
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def goes_on(
+    node: NodeProcess, folder: Path, undisturbed: Callable[[bool], dict[int, str]], die: tuple[int, str],
+    sharded: bool = False, **more: Any,
+) -> None:
+    """A rank is killed: all of them go on from a step right before."""
+    address, api = f"127.0.0.1:{node.address[1]}", node.seen("listening")["api"]
+    Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=die[0] - 2, **more).finish()
+    again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
+    assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
+    wanted = undisturbed(sharded)
+    assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
+
+
+@pytest.mark.parametrize(("how", "instant"), [
+    ({}, "backward"), ({"sharded": True}, "step"), ({"views": True}, "boundary"), ({"optimizer": "NAdam"}, "forward"),
+], ids=["ddp", "fsdp2", "views", "forward"])
+def test_a_job_that_was_killed_goes_on_bit_for_bit(
+    start_node: Any, tmp_path: Path, undisturbed: Any, how: dict[str, Any], instant: str
+) -> None:
+    node = start_node()
+    assert "librte" not in Path(f"/proc/{node.process.pid}/maps").read_text()
+    goes_on(node, tmp_path / "job", undisturbed, (30, instant), **how)
+    assert node.end() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_whenever_it_is_killed(start_node: Any, tmp_path: Path, undisturbed: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    how: dict[str, Any] = chance.choice([{}, {"sharded": True}, {"views": True}])
+    goes_on(start_node(), tmp_path / "job", undisturbed, (chance.randrange(12, 40), chance.choice(INSTANTS)), **how)
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_a_node_that_was_killed_begins_again_with_a_newer_base(
+    start_node: Any, tmp_path: Path, undisturbed: Any, sharded: bool
+) -> None:
+    """And training never waits for it."""
+    first = start_node()
+    port = first.address[1]
+    ranks = Ranks(tmp_path / "job", node=f"127.0.0.1:{port}", until=100_000, sharded=sharded, die=[99_999, ""])
+    first.wait("iteration", published=True)
+    first.end(signal.SIGKILL)
+    second = start_node(port)
+    for name in ("rank0", "rank1") if sharded else ("",):
+        base = second.seen("log", name=name)
+        until(lambda name=name, base=base: any(
+            line["iteration"] > base["iteration"] + 1 for line in second.said("journaled") if line["name"] == name))
+    for process in ranks.processes:
+        process.kill()
+    said = ranks.finish()
+    api = second.seen("listening")["api"]
+    again = Ranks(tmp_path / "job", node=f"127.0.0.1:{port}", api=api, recover=True, until=said[-1]["step"] + 3,
+                  sharded=sharded).finish()
+    here = {one["step"]: one["hash"] for one in said}
+    assert again[0]["step"] > 20
+    assert [one["step"] for one in again if one["hash"] != here.get(one["step"], one["hash"])] == []
+
