@@ -362,7 +362,7 @@ class Attachment(IterationInputs):
         try:
             self._keeper.look(self._say)
             for one in self._parts:
-                one.before_step()
+                one.before_step(self._hooks.is_last)
             self._changes.ready()
             check_gradients(self._described, self._optimizer, all_there=self._changes.complete)
             self._stepping()

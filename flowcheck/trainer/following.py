@@ -134,13 +134,13 @@ class Following:
 
     # -- the training thread --
 
-    def before_step(self) -> None:
-        """Raises UserError for a step that no replica could follow."""
+    def before_step(self, last: bool = True) -> None:
+        """last: no hook comes between this and the update. Raises UserError for a step that nobody could follow."""
         if self.feed is None:
             self.part.check()
         self.records.before_step()
         if self.feed is not None:
-            self.feed.before_step()
+            self.feed.before_step(last)
 
     def after_step(self) -> None:
         """Raises UserError as `before_step`."""

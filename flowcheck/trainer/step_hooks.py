@@ -3,6 +3,7 @@
     hooks = StepHooks(optimizer, ready, stepped)
     hooks.begin(); ...; hooks.end()
     hooks.steps                     since the caller has set it to 0
+    hooks.is_last                   does nothing come between `ready` and the update?
     hooks.keep_places()             at a boundary, whatever other hooks the script has registered meanwhile
 
 A class whose step() calls that of the class above it makes one step, not two: torch calls hooks for each of them, and
@@ -46,6 +47,11 @@ class StepHooks:
                 before.remove()
             finally:
                 after.remove()
+
+    @property
+    def is_last(self) -> bool:
+        hooks = self._optimizer._optimizer_step_pre_hooks
+        return self._handles is not None and next(reversed(hooks), None) == self._handles[0].id
 
     def keep_places(self) -> None:
         """Before the update comes what was registered first, and after it what comes first: the hook that looks at

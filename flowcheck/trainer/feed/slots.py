@@ -2,7 +2,8 @@
 
     slots = Slots(layout)
     slot = slots.take()                 begins a copy of what the optimizer is about to read; None: both are not free
-    slot.wait()                         right after the step, where it has to be: until that memory may be written
+    slot.settle()                       right before the step, of an optimizer that may write to gradients itself
+    slot.wait(always), slot.check()     right after it: until that memory may be written, where that has to be
     slot.pieces(iteration, spoilt)      for each node that it is sent to (connection/bulk_queue.py)
 
 A copy is made while the optimizer steps: by a thread, or on a GPU by a stream of its own, into memory that is pinned
@@ -77,6 +78,7 @@ class Slot:
         self._sums: list[str] = [""] * len(self.buckets)
         self._reading: weakref.WeakSet[_Pieces] = weakref.WeakSet()
         self._held: _Held = []
+        self._begun: _Held = []
         self._copy: Future[None] | None = None
         self._event: Any = None
         self.spoilt = False
@@ -100,7 +102,7 @@ class Slot:
                 self._lent |= grad.untyped_storage().nbytes() > grad.nbytes and not isinstance(whole, DTensor)
                 held.append((grad, into[at : at + grad.numel()].view(grad.shape), grad._version))
                 at += grad.numel()
-        self._held = held
+        self._held, self._begun = held, held
         if self._stream is None:
             self._copy = self._thread.submit(self._copy_all)
         else:
@@ -120,7 +122,12 @@ class Slot:
         held, self._held = self._held, []
         for grad, into, _ in held:
             into.copy_(grad)
-        self.spoilt = _written(held)
+        self.spoilt |= _written(held)
+
+    def settle(self) -> None:
+        """Whatever the step writes to gradients comes after the copy."""
+        self.wait(always=True)
+        self._begun = []
 
     def wait(self, always: bool) -> None:
         """always: also where each backward pass has memory of its own."""
@@ -131,6 +138,11 @@ class Slot:
             self._held = []  # what is written to them comes after it
         elif self._copy is not None:
             self._copy.result()
+
+    def check(self) -> None:
+        """Right after the step: was a gradient written to since its copy was begun?"""
+        self.spoilt |= _written(self._begun)
+        self._begun = []
 
     def copied(self) -> bool:
         """Waits for the copy. False: it is of no use. A thread that sends."""

@@ -3,8 +3,8 @@
     python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
 
 recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
-sharded: by fully_shard. views: gradients are views of DDP's buckets, and are set to zero in place. hold: at this step
-nothing goes on until a node has published a later iteration.
+sharded: by fully_shard. old: an optimizer that writes to gradients. views: gradients are views of DDP's buckets, and
+are set to zero in place. hold: at this step nothing goes on until a node has published a later iteration.
 """
 
 from __future__ import annotations
@@ -45,6 +45,23 @@ class Net(torch.nn.Module):
         return self.head(self.drop(torch.relu(self.middle(self.norm(self.embed(tokens).mean(1))))))
 
 
+class Old(torch.optim.Optimizer):
+    """As many wrote them once: decay is added to the gradient itself, also where nothing counts it."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                grad = one.grad.data if one.dim() > 1 else one.grad
+                state = self.state[one]
+                grad.add_(one.data, alpha=0.1)
+                state["sum"] = state.get("sum", torch.zeros_like(one.data)).mul_(0.9).add_(grad)
+                one.data.add_(state["sum"], alpha=-group["lr"])
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -71,7 +88,7 @@ def main(given: dict[str, Any]) -> None:
     if sharded:
         fully_shard(bare.middle)
         fully_shard(bare)
-    optimizer = getattr(torch.optim, given.get("optimizer", "NAdam"))(bare.parameters(), lr=0.01)
+    optimizer = (Old if given.get("old") else torch.optim.NAdam)(bare.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     step, epoch, whence = 0, 0, ""
     if given.get("recover"):

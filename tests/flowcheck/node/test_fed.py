@@ -54,13 +54,13 @@ class Ranks:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[int, str]]:
-    """undisturbed(sharded) -> what the state is after each step."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, str]]:
+    """undisturbed(sharded, old) -> what the state is after each step."""
 
     @cache
-    def hashes(sharded: bool) -> dict[int, str]:
-        return {one["step"]: one["hash"] for one in Ranks(tmp_path_factory.mktemp("alone"), until=50,
-                                                          sharded=sharded).finish()}
+    def hashes(sharded: bool = False, old: bool = False) -> dict[int, str]:
+        alone = Ranks(tmp_path_factory.mktemp("alone"), until=50, sharded=sharded, old=old)
+        return {one["step"]: one["hash"] for one in alone.finish()}
 
     return hashes
 
@@ -125,7 +125,7 @@ def test_settings_that_cannot_be(tmp_path: Path, was: str, now: str) -> None:
 
 
 def goes_on(
-    node: NodeProcess, folder: Path, undisturbed: Callable[[bool], dict[int, str]], die: tuple[int, str],
+    node: NodeProcess, folder: Path, undisturbed: Callable[..., dict[int, str]], die: tuple[int, str],
     sharded: bool = False, **more: Any,
 ) -> None:
     """A rank is killed: all of them go on from a step right before."""
@@ -133,13 +133,13 @@ def goes_on(
     Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=die[0] - 2, **more).finish()
     again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
     assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
-    wanted = undisturbed(sharded)
+    wanted = undisturbed(sharded, more.get("old", False))
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
 @pytest.mark.parametrize(("how", "instant"), [
-    ({}, "backward"), ({"sharded": True}, "step"), ({"views": True}, "boundary"), ({"optimizer": "NAdam"}, "forward"),
-], ids=["ddp", "fsdp2", "views", "forward"])
+    ({}, "backward"), ({"sharded": True}, "step"), ({"views": True}, "boundary"), ({"old": True}, "forward"),
+], ids=["ddp", "fsdp2", "views", "old"])
 def test_a_job_that_was_killed_goes_on_bit_for_bit(
     start_node: Any, tmp_path: Path, undisturbed: Any, how: dict[str, Any], instant: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_job_that_was_killed_goes_on_bit_for_bit(
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whenever_it_is_killed(start_node: Any, tmp_path: Path, undisturbed: Any, seed: int) -> None:
     chance = random.Random(seed)
-    how: dict[str, Any] = chance.choice([{}, {"sharded": True}, {"views": True}])
+    how: dict[str, Any] = chance.choice([{}, {"sharded": True}, {"views": True}, {"old": True}])
     goes_on(start_node(), tmp_path / "job", undisturbed, (chance.randrange(12, 40), chance.choice(INSTANTS)), **how)
 
 
