@@ -188,6 +188,8 @@ class Connection:
         """Gradients go where they belong, and not through the inbox: who sends them waits for an arena, and nobody
         else. True: the next message may come."""
         feeding = group.feeding
+        if self._hello.rank != 0:
+            raise RecordsError("gradients come from rank 0", where=self._link.peer)
         if isinstance(message, Unfed):
             if feeding is not None:
                 feeding.withhold(message)

@@ -3,8 +3,9 @@
     python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
 
 recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
-sharded: by fully_shard. old: an optimizer that writes to gradients. views: gradients are views of DDP's buckets, and
-are set to zero in place. hold: at this step nothing goes on until a node has published a later iteration.
+sharded: by fully_shard, of four ranks with replicas. old: an optimizer that writes to gradients. views: gradients are
+views of DDP's buckets, and are set to zero in place. hold: at this step nothing goes on until a node has published a
+later iteration.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -86,14 +88,17 @@ def main(given: dict[str, Any]) -> None:
     bare = Net()
     sharded = given.get("sharded")
     if sharded:
-        fully_shard(bare.middle)
-        fully_shard(bare)
+        mesh = None
+        if given["ranks"] > 2:
+            mesh = init_device_mesh("cpu", (2, given["ranks"] // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(bare.middle, mesh=mesh)
+        fully_shard(bare, mesh=mesh)
     optimizer = (Old if given.get("old") else torch.optim.NAdam)(bare.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     step, epoch, whence = 0, 0, ""
     if given.get("recover"):
         recovered = flowcheck.recover(given["api"], token=TOKEN, run_id="fed",
-                                      shard=f"rank{rank}" if sharded else None)
+                                      shard=None if not sharded else f"shard{rank % 2}" if mesh else f"rank{rank}")
         recovered.load(bare, optimizer)
         schedule.load_state_dict(recovered.scheduler)
         recovered.restore_rng()

@@ -19,6 +19,7 @@ import torch
 from flowcheck.control.protocol import (
     Bye,
     Challenge,
+    Fed,
     Flows,
     Hello,
     Joined,
@@ -31,6 +32,7 @@ from flowcheck.control.protocol import (
     RecordsError,
     Refused,
     State,
+    Unfed,
     User,
     UserHead,
     Wanted,
@@ -49,7 +51,7 @@ MODEL = [
     ModelEntry("w", [3]), ModelEntry("tie", [3], tied="w"), ModelEntry("c", [2], "float16", "constant"),
     ModelEntry("b", [2], "int64", "buffer"), ModelEntry("d", [], "float32", "buffer"),
 ]
-PLAN = SimpleNamespace(job=SimpleNamespace(kind="replica", model=MODEL, optimizer=None))
+PLAN = SimpleNamespace(job=SimpleNamespace(kind="replica", source="mirror", model=MODEL, optimizer=None))
 STATE = {
     "model.w": torch.tensor([1.0, 2.0, 3.0]), "model.tie": torch.zeros(3),
     "model.c": torch.ones(2, dtype=torch.float16), "model.b": torch.tensor([4, 5]), "model.d": torch.tensor(6.0),
@@ -182,7 +184,8 @@ def test_the_optimizer_of_16_bit_parameters_has_their_type_or_masters(
 ) -> None:
     """torch.optim makes its states in the parameter's type; only the number of steps is a float32 in any case."""
     model = [ModelEntry("w", [3], "bfloat16")]
-    plan = SimpleNamespace(job=SimpleNamespace(kind="replica", model=model, optimizer=SimpleNamespace(masters=masters)))
+    optimizer = SimpleNamespace(masters=masters)
+    plan = SimpleNamespace(job=SimpleNamespace(kind="replica", source="mirror", model=model, optimizer=optimizer))
     state = {"model.w": torch.ones(3, dtype=torch.bfloat16), "optimizer.w.step": torch.tensor(2.0),
              "optimizer.w.exp_avg": torch.tensor([1.0, 2.0, 3.0], dtype=held)}
     known = enter(plan=plan)
@@ -244,7 +247,7 @@ def test_a_tensor_that_the_job_does_not_have_is_refused(
 # bytes each. Record: 16 + 4 bytes and 2 tensors. Both: a mebibyte of other headers.
 STATE_BYTES = 48 + 64 + 2200 + 1048576
 RECORD_BYTES = 20 + 400 + 1048576
-WITHOUT = SimpleNamespace(job=SimpleNamespace(kind="replica", model=MODEL[:3], optimizer=None))
+WITHOUT = SimpleNamespace(job=SimpleNamespace(kind="replica", source="mirror", model=MODEL[:3], optimizer=None))
 
 
 @pytest.mark.parametrize(("rank", "plan", "message", "most"), [
@@ -280,10 +283,18 @@ def test_a_known_trainer_may_say_16_mb_and_has_30_seconds(enter: Enter) -> None:
     known.send(Flows([]))
     known.group.next()  # by now the limits are those of a known trainer
     user = {"user": 1 << 20, "userhead": 1 << 20}
-    most = {"state": STATE_BYTES, "record": RECORD_BYTES, "patch": STATE_BYTES, **user, "base": 0}  # no base: no log
+    most = {"state": STATE_BYTES, "record": RECORD_BYTES, "patch": STATE_BYTES, **user, "base": 0, "fed": 0}
     assert known.near.limits() == Limits(16777216, most, 30.0, 1e6)
     known.group.plan = None
     assert known.near.limits() == Limits(16777216, {}, 30.0, 1e6)
+
+
+@pytest.mark.parametrize("message", [Fed(3, 0, 8, "0" * 16, 0), Unfed(3, "")])
+def test_gradients_come_from_rank_0(enter: Enter, message: Fed | Unfed) -> None:
+    known = enter(rank=1, plan=PLAN)
+    known.group.feeding = None
+    known.send(message)
+    assert known.why()[0] == "gradients come from rank 0"
 
 
 # -- what a rank gives of itself ----------------------------------------------------------------------------------

@@ -27,16 +27,17 @@ Trained = list[dict[str, Any]]
 
 
 class Ranks:
-    """Two processes of fed_worker.py."""
+    """Processes of fed_worker.py."""
 
-    def __init__(self, folder: Path, **given: Any) -> None:
+    def __init__(self, folder: Path, ranks: int = 2, **given: Any) -> None:
         folder.mkdir(exist_ok=True)
         store = folder / f"store{len(list(folder.glob('*.0')))}"
         self._dies = bool(given.get("die"))
-        given |= {"ranks": 2, "store": str(store)}
-        self._said = [store.with_suffix(f".{rank}") for rank in range(2)]  # a pipe would fill up
+        given |= {"ranks": ranks, "store": str(store)}
+        self._said = [store.with_suffix(f".{rank}") for rank in range(ranks)]  # a pipe would fill up
         self.processes = []
-        for path, more in zip(self._said, ({"rank": 0}, {"rank": 1, "die": None}), strict=True):
+        for rank, path in enumerate(self._said):
+            more = {"rank": rank} | ({"die": None} if rank else {})
             with path.open("w") as out:
                 self.processes.append(subprocess.Popen(
                     [sys.executable, "-P", str(WORKER), json.dumps(given | more)], stdout=out, stderr=subprocess.PIPE,
@@ -44,22 +45,23 @@ class Ranks:
 
     def finish(self) -> Trained:
         """What rank 0 has said."""
-        first, second = self.processes
-        _, error = first.communicate(timeout=LONGEST)
-        if self._dies:
-            second.kill()
-        _, other = second.communicate(timeout=LONGEST)
-        assert self._dies or [first.returncode, second.returncode] == [0, 0], (error + other)[-4000:]
+        first, *others = self.processes
+        errors = [first.communicate(timeout=LONGEST)[1]]
+        for other in others:
+            if self._dies:
+                other.kill()
+            errors.append(other.communicate(timeout=LONGEST)[1])
+        assert self._dies or not any(one.returncode for one in self.processes), "".join(errors)[-4000:]
         return [json.loads(line) for line in self._said[0].read_text().splitlines() if line.endswith("}")]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, str]]:
-    """undisturbed(sharded, old) -> what the state is after each step."""
+    """undisturbed(sharded, old, ranks) -> what the state is after each step."""
 
     @cache
-    def hashes(sharded: bool = False, old: bool = False) -> dict[int, str]:
-        alone = Ranks(tmp_path_factory.mktemp("alone"), until=50, sharded=sharded, old=old)
+    def hashes(sharded: bool = False, old: bool = False, ranks: int = 2) -> dict[int, str]:
+        alone = Ranks(tmp_path_factory.mktemp("alone"), ranks, until=50, sharded=sharded, old=old)
         return {one["step"]: one["hash"] for one in alone.finish()}
 
     return hashes
@@ -133,13 +135,14 @@ def goes_on(
     Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=die[0] - 2, **more).finish()
     again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
     assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
-    wanted = undisturbed(sharded, more.get("old", False))
+    wanted = undisturbed(sharded, more.get("old", False), more.get("ranks", 2))
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
 @pytest.mark.parametrize(("how", "instant"), [
     ({}, "backward"), ({"sharded": True}, "step"), ({"views": True}, "boundary"), ({"old": True}, "forward"),
-], ids=["ddp", "fsdp2", "views", "old"])
+    ({"sharded": True, "ranks": 4}, "backward"),
+], ids=["ddp", "fsdp2", "views", "old", "hsdp"])
 def test_a_job_that_was_killed_goes_on_bit_for_bit(
     start_node: Any, tmp_path: Path, undisturbed: Any, how: dict[str, Any], instant: str
 ) -> None:

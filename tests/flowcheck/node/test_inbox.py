@@ -24,7 +24,7 @@ from ..hand_node import until
 from .control_scene import Enter, entering
 
 MOST = 1 << 20
-PLAN = SimpleNamespace(job=SimpleNamespace(model=[], optimizer=None, kind="replica"))
+PLAN = SimpleNamespace(job=SimpleNamespace(model=[], optimizer=None, kind="replica", source="mirror"))
 
 
 def member(rank: int) -> RankSession:
