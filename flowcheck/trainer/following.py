@@ -140,7 +140,7 @@ class Following:
             self.part.check()
         self.records.before_step()
         if self.feed is not None:
-            self.feed.before_step(last)
+            self.feed.before_step(last, any(sender.follows for sender in self.nodes.senders))
 
     def after_step(self) -> None:
         """Raises UserError as `before_step`."""

@@ -16,6 +16,7 @@ Layout = Literal["ddp", "hsdp", "fsdp2", "deepspeed", "megatron"]
 #: Of torch.optim, as the node's updater steps them.
 OPTIMIZERS = ("adam", "adamw", "amsgrad", "sgd", "momentum")
 NO_REDUCED = "ReduceScatter adds the last contribution in local memory, so no reduced gradient is ever on the wire"
+SENT = 'a log of the gradients that its ranks send, without a mirror: attach(kind="log", source="feed")'
 GATHERED = "parameters alone, by AllGather, without optimizer state (node.md, Without trainers); or HSDP"
 
 
@@ -48,7 +49,7 @@ class Followed:
 def followed(job: Asking) -> Followed:
     """The first thing that a job is refused for, or that it can be followed."""
     if job.layout == "fsdp2":
-        return Followed(False, f"fully_shard without replicas: {NO_REDUCED}", GATHERED)
+        return Followed(False, f"fully_shard without replicas: {NO_REDUCED}", f"{SENT}; {GATHERED}")
     if job.layout == "deepspeed":
         return Followed(False, "DeepSpeed's ZeRO: ZeRO-1 and ZeRO-2 AllReduce whole buckets, which are not read yet. "
                         f"ZeRO-3: {NO_REDUCED}", GATHERED)

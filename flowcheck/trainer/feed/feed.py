@@ -1,7 +1,7 @@
 """A rank's gradients, as its optimizer reads them, to nodes that keep a log: in place of a mirror.
 
     feed = Feed(group, optimizer, described, run_id, epoch, leads)
-    feed.before_step(last)              right before the update: what it reads is copied
+    feed.before_step(last, followed)    right before the update: what it reads is copied
     feed.look()                         at a boundary: the manifest, once a step has shown what gradients are
     feed.after_step()                   right after it: waits for the copy where it has to
     feed.over(senders, it)              at a boundary: the copy goes out, or why it does not
@@ -33,6 +33,7 @@ from flowcheck.trainer.loop import Over
 __all__ = ["Feed"]
 
 BUSY = "the copies of two earlier steps are still on their way to a node"
+NOT_FOLLOWED = "no node was ready for gradients when the step was made"
 NOT_LAST = "another hook came between the copy of gradients and the optimizer's update"
 SPOILT = "gradients were written to before they were copied"
 UNTAKEN = "no gradients were taken: the optimizer's step was not heard"
@@ -60,8 +61,9 @@ class Feed:
 
     # -- around the step --
 
-    def before_step(self, last: bool) -> None:
-        """last: no hook comes between this and the update. Raises UserError: what the step reads cannot be sent."""
+    def before_step(self, last: bool, followed: bool) -> None:
+        """last: no hook comes between this and the update. followed: somebody takes gradients. Raises UserError: what
+        the step reads cannot be sent."""
         if getattr(self._optimizer, "grad_scale", None) is not None:
             raise UserError("the optimizer unscales gradients itself (fused, with a GradScaler)", where="optimizer",
                             remedy="scaler.unscale_(optimizer) before its step; or no fused=True")
@@ -69,8 +71,8 @@ class Feed:
             self._layout = feed_layout(self._described, self._optimizer)
         if self._slots is None:
             return
-        if not last:
-            self._why = NOT_LAST
+        if not followed or not last:
+            self._why = NOT_LAST if followed else NOT_FOLLOWED
             return
         self._taken = self._slots.take()
         self._why = "" if self._taken is not None else BUSY
