@@ -91,12 +91,11 @@ def _begin(settings: NodeConfig, as_json: bool, check_only: bool, job: Path | No
     if settings.feed is not None and not settings.capture:
         from flowcheck.node import service
         from flowcheck.node.check.fed import check_fed
-        from flowcheck.node.ports.no_captures import NoCaptures
 
         if check_only:
             check_fed(settings, as_json, job, step_seconds)
         else:
-            _serve(nullcontext(), partial(service.Node, settings, captures_of=NoCaptures), settings, as_json)
+            _serve(nullcontext(), partial(service.Node, settings), settings, as_json)
         return
     if not settings.capture:
         from flowcheck.node import holder
@@ -109,13 +108,13 @@ def _begin(settings: NodeConfig, as_json: bool, check_only: bool, job: Path | No
         return
     from flowcheck.node import service  # not before it is known that there is a port: both need DPDK
     from flowcheck.node.check import check
-    from flowcheck.node.ports.open_captures import OpenCaptures, dpdk_errors
+    from flowcheck.node.ports.open_captures import dpdk_errors
 
     if check_only:
         with dpdk_errors():
             check.check(settings, as_json, job, step_seconds)
     else:
-        _serve(dpdk_errors(), partial(service.Node, settings, captures_of=OpenCaptures), settings, as_json)
+        _serve(dpdk_errors(), partial(service.Node, settings), settings, as_json)
 
 
 def _serve(

@@ -1,6 +1,6 @@
 """A node that follows jobs: DPDK, captures, groups, control port, and processes of its own.
 
-    with dpdk_errors(), Node(config, say, OpenCaptures) as node: node.wait()
+    with dpdk_errors(), Node(config, say) as node: node.wait()
 
 Order of starting: settings and name -> DPDK and captures, then rights are given back (ports/open_captures.py) ->
 groups -> control port. Ending is the reverse: nobody new, then what is in the rings is judged and published, then
@@ -27,28 +27,25 @@ from flowcheck.node.groups.unattended import unattended_jobs
 from flowcheck.node.notify import Notify
 from flowcheck.node.peers.common_step import Common
 from flowcheck.node.peers.step_gossip import Neighbours
+from flowcheck.node.ports.no_captures import NoCaptures
 from flowcheck.node.status.board_writer import BoardWriter
 from flowcheck.node.status.telemetry import Telemetry
 from flowcheck.node.tokens import warnings_of
 from flowcheck.node.versions.output import Hashes, Writer
 from flowcheck.node.versions.replica_files import NameLock
 
-if TYPE_CHECKING:  # which needs DPDK
-    from flowcheck.node.ports.no_captures import NoCaptures
+if TYPE_CHECKING:
     from flowcheck.node.ports.open_captures import OpenCaptures
 
 __all__ = ["Node"]
 
 
 class Node:
-    """Everything of one process. captures_of: opens its mirror ports."""
+    """Everything of one process. `with Node(config, say) as node: node.wait()`."""
 
     last = "what is in the rings is judged and published first"
 
-    def __init__(
-        self, config: NodeConfig, say: Callable[..., None],
-        captures_of: Callable[[NodeConfig, Callable[..., None]], OpenCaptures | NoCaptures],
-    ) -> None:
+    def __init__(self, config: NodeConfig, say: Callable[..., None]) -> None:
         self.config, self._say = config, say
         jobs = unattended_jobs(config)
         self._stopping = self._reload = False  # no Event: a signal's handler may interrupt its very lock
@@ -61,7 +58,7 @@ class Node:
         with ExitStack() as undo:
             for directory in config.directories:  # to the end of all others
                 undo.enter_context(closing(NameLock(directory, config.name)))
-            captures = self._captures = undo.enter_context(closing(captures_of(config, say)))
+            captures = self._captures = undo.enter_context(closing(_captures(config, say)))
             self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
             if config.api is not None:
                 self._board_writer = undo.enter_context(closing(BoardWriter(
@@ -168,3 +165,11 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _captures(config: NodeConfig, say: Callable[..., None]) -> OpenCaptures | NoCaptures:
+    if not config.capture:
+        return NoCaptures(config, say)
+    from flowcheck.node.ports.open_captures import OpenCaptures  # which needs DPDK
+
+    return OpenCaptures(config, say)

@@ -220,7 +220,7 @@ class Following:
     def open(self, seconds: float) -> None:
         """Once the job is known, nodes get it; of several, one that is not connected by now is not waited for."""
         if self._meeting:
-            if len(self.nodes.senders) == 1:
+            if len(self.nodes.senders) == 1 and self.feed is None:
                 self.nodes.senders[0].tried.wait(seconds)
             for sender in self.nodes.senders:
                 sender.open_again()

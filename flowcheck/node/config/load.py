@@ -117,8 +117,8 @@ def _said(error: Mapping[str, Any]) -> str:
     if error["type"] in SHAPES:
         return SHAPES[error["type"]].format(**error.get("ctx", {}))
     if error["type"] == MISSING and error["loc"] == ("capture",):
-        return ("is missing: a node has a mirror port. A machine without one holds copies of other nodes' versions, and"
-                " [protect] says whose")
+        return ("is missing: a node has a mirror port. A machine without one takes gradients that trainers send, with"
+                " [feed]; or it holds copies of other nodes' versions, and [protect] says whose")
     if error["type"] == MISSING:
         return "is missing"
     return _near(error["loc"]) if error["type"] == MISSPELT else str(error["msg"]).removeprefix("Value error, ")

@@ -17,20 +17,21 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flowcheck.control.protocol import Base, Fed, Link
+from flowcheck.control.protocol import Base, Fed, Link, Unfed
 
 __all__ = ["UNSENT", "BulkQueue", "Part", "Pieces"]
 
 UNSENT = 256 << 20  # bytes of a base that are held for a node, or one parameter with its state where that is more
 SMALL, LARGE = 64 << 10, 1 << 20  # bytes of a part
 QUICK = 10e6  # bytes a second, from which on parts are large
-Pieces = Iterator[tuple[Base, bytearray]] | Iterator[tuple[Fed, memoryview]]  # each with the message of its first part
+Given = Base | Fed | Unfed  # what is said of a piece, in the message of its first part; of Unfed nothing comes
+Pieces = Iterator[tuple[Base, bytearray]] | Iterator[tuple[Fed | Unfed, memoryview]]
 SHOWN = 1 << 20  # bytes by which a link shows how quick it is; of older ones each time half as much counts
 
 
 @dataclass(frozen=True)
 class Part:
-    message: Base | Fed
+    message: Given
     data: memoryview
 
 
@@ -97,17 +98,22 @@ class BulkQueue:
 
     def went(self, part: Part, seconds: float) -> None:
         """seconds: that sending it took."""
-        first = part.message.first + len(part.data)
         with self._lock:
             self._went, self._seconds = self._went + len(part.data), self._seconds + seconds
             if self._went > 2 * SHOWN:
                 self._went, self._seconds = self._went / 2, self._seconds / 2
             piece = self._piece
             if piece is not None and piece.message is part.message:
-                left = piece.data[len(part.data) :]
-                self._piece = Part(replace(piece.message, first=first), left) if left else None
+                self._piece = _rest(piece.message, part, piece.data[len(part.data) :])
 
     def opened(self) -> None:
         """Another connection: nothing is known of its link."""
         self.clear()
         self._went, self._seconds = 0.0, 0.0
+
+
+def _rest(message: Given, went: Part, left: memoryview) -> Part | None:
+    """What is left of a piece; None: nothing is."""
+    if isinstance(message, Unfed) or not left:
+        return None
+    return Part(replace(message, first=message.first + len(went.data)), left)

@@ -3,7 +3,7 @@
     feed = Feed(group, optimizer, described, run_id, epoch, leads)
     feed.before_step(last, followed)    right before the update: what it reads is copied
     feed.look()                         at a boundary: the manifest, once a step has shown what gradients are
-    feed.after_step()                   right after it: waits for the copy where it has to
+    feed.after_step()                   right after it: the copy is done
     feed.over(senders, it)              at a boundary: the copy goes out, or why it does not
 
 At the hook of the optimizer's step gradients are final, whatever has made them: reduced, divided, unscaled, clipped. So
@@ -16,7 +16,6 @@ It has the face of a Watch (describe/description.py) for whoever follows a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -35,7 +34,6 @@ __all__ = ["Feed"]
 BUSY = "the copies of two earlier steps are still on their way to a node"
 NOT_FOLLOWED = "no node was ready for gradients when the step was made"
 NOT_LAST = "another hook came between the copy of gradients and the optimizer's update"
-SPOILT = "gradients were written to before they were copied"
 UNTAKEN = "no gradients were taken: the optimizer's step was not heard"
 
 
@@ -55,7 +53,6 @@ class Feed:
         self._slots: Slots | None = None
         self._taken: Slot | None = None
         self._why = UNTAKEN
-        self._waits = False  # each step, for its copy
         self.skipped = 0  # steps that were not copied, because both slots were on their way
         self.why = "the optimizer's first step is waited for"
 
@@ -78,8 +75,15 @@ class Feed:
         self._why = "" if self._taken is not None else BUSY
         if self._taken is None:
             self._skip()
-        elif type(self._optimizer).__module__.partition(".")[0] != "torch":
-            self._taken.settle()  # another one may write to gradients in its step, where nothing counts it
+        elif not self._leaves_gradients:
+            self._taken.settle()
+
+    @property
+    def _leaves_gradients(self) -> bool:
+        """Does its step only read them? Of torch's own all do, but for foreach with nesterov. Others may write to them
+        where nothing counts it."""
+        return type(self._optimizer).__module__.startswith("torch.optim.") and not any(
+            group.get("nesterov") for group in self._optimizer.param_groups)
 
     def _skip(self) -> None:
         self.skipped += 1
@@ -88,26 +92,19 @@ class Feed:
 
     def after_step(self) -> None:
         if self._taken is not None:
-            self._taken.wait(self._waits)
-            self._taken.check()
+            self._taken.end()
 
     def over(self, senders: Sequence[Sender], it: Over) -> None:
         slot, self._taken = self._taken, None
         why, self._why = self._why, UNTAKEN
         if not self._leads:
             return
-        if self._slots is not None and self._slots.spoilt and not self._waits:
-            self._waits = True
-            self._say("gradients were written to before they were copied (zero_grad(set_to_none=False)?): from now on"
-                      " each step waits for the copy")
-        for sender in senders:
-            if it.skipped:
-                sender.put(Unfed(it.number, ""))
-            elif slot is None:
-                sender.put(Unfed(it.number, why))
+        for sender in senders:  # one way for all: what is not sent comes after what was
+            if it.skipped or slot is None:
+                nothing = Unfed(it.number, "" if it.skipped else why)
+                sender.put_bulk(sender.feed, iter([(nothing, memoryview(b""))]), 0)
             else:
-                spoilt = partial(sender.put, Unfed(it.number, SPOILT))
-                sender.put_bulk(sender.feed, slot.pieces(it.number, spoilt), slot.nbytes)
+                sender.put_bulk(sender.feed, slot.pieces(it.number), slot.nbytes)
 
     # -- as a Watch --
 

@@ -3,28 +3,25 @@
     slots = Slots(layout)
     slot = slots.take()                 begins a copy of what the optimizer is about to read; None: both are not free
     slot.settle()                       right before the step, of an optimizer that may write to gradients itself
-    slot.wait(always), slot.check()     right after it: until that memory may be written, where that has to be
-    slot.pieces(iteration, spoilt)      for each node that it is sent to (connection/bulk_queue.py)
+    slot.end()                          right after it: waits until that memory may be written
+    slot.pieces(iteration)              for each node that it is sent to (connection/bulk_queue.py)
 
 A copy is made while the optimizer steps: by a thread, or on a GPU by a stream of its own, into memory that is pinned
-for it. The gradients are held until then, so what a script sets to None stays what it was. Who gets new memory for each
-backward pass is never waited for. Where gradients are views of memory that the next pass writes, the step waits for the
-copy; on a GPU only its stream does. What was written to before it was copied, as torch counts it, is not sent
-(`spoilt`), and from then on each step waits.
+for it. `optimizer.step()` returns when it is done, on a GPU only its stream waits: what a script writes to gradients
+after that, counted or not, is nothing to it. What torch has counted as written to before is not sent (`spoilt`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from flowcheck.control.checksum import sum_text
-from flowcheck.control.protocol import Fed
+from flowcheck.control.protocol import Fed, Unfed
 from flowcheck.errors import UserError
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.feed.layout import FeedLayout
@@ -32,6 +29,7 @@ from flowcheck.trainer.feed.layout import FeedLayout
 __all__ = ["Slot", "Slots"]
 
 SLOTS = 2
+SPOILT = "gradients were written to before they were copied"
 
 
 _Held = list[tuple[torch.Tensor, torch.Tensor, int]]  # gradients, where they go, and their counts of writes
@@ -42,21 +40,20 @@ def _written(held: _Held) -> bool:
     return any(grad._version != before for grad, _, before in held)
 
 
-class _Pieces(Iterator[tuple[Fed, memoryview]]):
+class _Pieces(Iterator[tuple[Fed | Unfed, memoryview]]):
     """Of one slot, to one node: bucket by bucket. The thread that sends."""
 
-    def __init__(self, slot: Slot, iteration: int, spoilt: Callable[[], object]) -> None:
-        self._slot, self._iteration, self._spoilt, self._next = slot, iteration, spoilt, 0
+    def __init__(self, slot: Slot, iteration: int) -> None:
+        self._slot, self._iteration, self._next = slot, iteration, 0
 
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> tuple[Fed, memoryview]:
+    def __next__(self) -> tuple[Fed | Unfed, memoryview]:
         number = self._next
         if not number and not self._slot.copied():
             self._next = len(self._slot.buckets)
-            self._spoilt()
-            raise StopIteration
+            return Unfed(self._iteration, SPOILT), memoryview(b"")
         if number == len(self._slot.buckets):
             raise StopIteration
         self._next += 1
@@ -82,7 +79,6 @@ class Slot:
         self._copy: Future[None] | None = None
         self._event: Any = None
         self.spoilt = False
-        self._lent = False  # gradients are views of memory that the next backward pass writes
 
     @property
     def free(self) -> bool:
@@ -90,16 +86,14 @@ class Slot:
 
     def begin(self) -> None:
         """Raises UserError: a gradient is not what it was when the job became known."""
-        self._sums, self.spoilt, held, self._lent = [""] * len(self.buckets), False, [], False
+        self._sums, self.spoilt, held = [""] * len(self.buckets), False, []
         for into, bucket in zip(self.buckets, self._layout.buckets, strict=True):
             at = 0
             for name, parameter in bucket:
-                whole = parameter.grad
-                grad = local(whole).detach() if whole is not None else None
+                grad = local(parameter.grad).detach() if parameter.grad is not None else None
                 if grad is None or grad.dtype != into.dtype or grad.layout != torch.strided:
                     raise UserError(f"parameter {name} has {'no gradient' if grad is None else 'another kind of one'}",
                                     where="optimizer", remedy="gradients of one kind in every iteration")
-                self._lent |= grad.untyped_storage().nbytes() > grad.nbytes and not isinstance(whole, DTensor)
                 held.append((grad, into[at : at + grad.numel()].view(grad.shape), grad._version))
                 at += grad.numel()
         self._held, self._begun = held, held
@@ -122,41 +116,36 @@ class Slot:
         held, self._held = self._held, []
         for grad, into, _ in held:
             into.copy_(grad)
-        self.spoilt |= _written(held)
 
     def settle(self) -> None:
         """Whatever the step writes to gradients comes after the copy."""
-        self.wait(always=True)
+        self._wait()
         self._begun = []
 
-    def wait(self, always: bool) -> None:
-        """always: also where each backward pass has memory of its own."""
-        if not (self._lent or always):
-            return
-        if self._event is not None:
-            torch.cuda.current_stream(self._layout.device).wait_event(self._event)
-            self._held = []  # what is written to them comes after it
-        elif self._copy is not None:
-            self._copy.result()
-
-    def check(self) -> None:
-        """Right after the step: was a gradient written to since its copy was begun?"""
+    def end(self) -> None:
+        """Whatever comes after the step does, too. Was a gradient written to since its copy was begun?"""
+        self._wait()
         self.spoilt |= _written(self._begun)
         self._begun = []
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._layout.device).wait_event(self._event)
+        elif self._copy is not None:
+            self._copy.result()
 
     def copied(self) -> bool:
         """Waits for the copy. False: it is of no use. A thread that sends."""
         if self._event is not None:
             self._event.synchronize()
-            self.spoilt |= _written(self._held)
             self._held = []
         elif self._copy is not None:
             self._copy.result()
         return not self.spoilt
 
-    def pieces(self, iteration: int, spoilt: Callable[[], object]) -> Iterator[tuple[Fed, memoryview]]:
-        """spoilt: called in place of the pieces, where the copy is of no use."""
-        found = _Pieces(self, iteration, spoilt)
+    def pieces(self, iteration: int) -> Iterator[tuple[Fed | Unfed, memoryview]]:
+        """Of a copy that is of no use one, which says so."""
+        found = _Pieces(self, iteration)
         self._reading.add(found)
         return found
 
@@ -178,11 +167,6 @@ class Slots:
         self._thread = ThreadPoolExecutor(1, "flowcheck feed")
         self._stream = torch.cuda.Stream(layout.device) if layout.device.type == "cuda" else None
         self._slots: list[Slot] = []
-
-    @property
-    def spoilt(self) -> bool:
-        """Was any copy?"""
-        return any(slot.spoilt for slot in self._slots)
 
     def take(self) -> Slot | None:
         """Raises UserError as Slot.begin does."""

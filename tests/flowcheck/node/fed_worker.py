@@ -3,9 +3,9 @@
     python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
 
 recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
-sharded: by fully_shard, of four ranks with replicas. old: an optimizer that writes to gradients. views: gradients are
-views of DDP's buckets, and are set to zero in place. hold: at this step nothing goes on until a node has published a
-later iteration.
+sharded: by fully_shard, of four ranks with replicas. optimizer: two of three write to gradients in their step. views:
+gradients are views of DDP's buckets, and are set to zero in place, as nothing counts it. hold: at this step nothing
+goes on until a node has published a later iteration.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,12 @@ class Old(torch.optim.Optimizer):
                 one.data.add_(state["sum"], alpha=-group["lr"])
 
 
+OPTIMIZERS = {
+    "nadam": torch.optim.NAdam, "old": Old,
+    "nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
+}
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -93,7 +100,7 @@ def main(given: dict[str, Any]) -> None:
             mesh = init_device_mesh("cpu", (2, given["ranks"] // 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(bare.middle, mesh=mesh)
         fully_shard(bare, mesh=mesh)
-    optimizer = (Old if given.get("old") else torch.optim.NAdam)(bare.parameters(), lr=0.01)
+    optimizer = OPTIMIZERS[given.get("optimizer", "nadam")](bare.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     step, epoch, whence = 0, 0, ""
     if given.get("recover"):
@@ -132,7 +139,12 @@ def main(given: dict[str, Any]) -> None:
             optimizer.step()
         at("step")
         schedule.step()
-        optimizer.zero_grad(set_to_none=not given.get("views"))
+        if given.get("views"):
+            for one in bare.parameters():
+                if one.grad is not None:
+                    one.grad.data.zero_()
+        else:
+            optimizer.zero_grad()
         if attachment is not None:
             attachment.step()
         step += 1

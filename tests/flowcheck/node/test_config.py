@@ -93,6 +93,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
             "place_cores": (), "huge": None,
             "ring_size": None, "ring_mb": None, "iteration_bytes": None,
         },),
+        "feed": None,
         "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 1, "keep": True, "arenas": 4,
                     "patience_packets": 0, "memory_mb": 65536, "resync": "ranges", "resync_mb": 32,
                     "peers": (), "peer_iterations": 2, "peer_seconds": 1.0, "journal": False,

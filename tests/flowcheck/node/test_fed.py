@@ -57,11 +57,12 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, str]]:
-    """undisturbed(sharded, old, ranks) -> what the state is after each step."""
+    """undisturbed(sharded, optimizer, ranks) -> what the state is after each step."""
 
     @cache
-    def hashes(sharded: bool = False, old: bool = False, ranks: int = 2) -> dict[int, str]:
-        alone = Ranks(tmp_path_factory.mktemp("alone"), ranks, until=50, sharded=sharded, old=old)
+    def hashes(sharded: bool = False, optimizer: str = "nadam", ranks: int = 2) -> dict[int, str]:
+        alone = Ranks(tmp_path_factory.mktemp("alone"), ranks, until=50, sharded=sharded,
+                      optimizer=optimizer)
         return {one["step"]: one["hash"] for one in alone.finish()}
 
     return hashes
@@ -135,14 +136,14 @@ def goes_on(
     Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=die[0] - 2, **more).finish()
     again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
     assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
-    wanted = undisturbed(sharded, more.get("old", False), more.get("ranks", 2))
+    wanted = undisturbed(sharded, more.get("optimizer", "nadam"), more.get("ranks", 2))
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
 @pytest.mark.parametrize(("how", "instant"), [
-    ({}, "backward"), ({"sharded": True}, "step"), ({"views": True}, "boundary"), ({"old": True}, "forward"),
-    ({"sharded": True, "ranks": 4}, "backward"),
-], ids=["ddp", "fsdp2", "views", "old", "hsdp"])
+    ({}, "backward"), ({"sharded": True}, "step"), ({"views": True}, "boundary"), ({"optimizer": "old"}, "forward"),
+    ({"optimizer": "nesterov"}, "step"), ({"sharded": True, "ranks": 4}, "backward"),
+], ids=["ddp", "fsdp2", "views", "old", "nesterov", "hsdp"])
 def test_a_job_that_was_killed_goes_on_bit_for_bit(
     start_node: Any, tmp_path: Path, undisturbed: Any, how: dict[str, Any], instant: str
 ) -> None:
@@ -156,7 +157,8 @@ def test_a_job_that_was_killed_goes_on_bit_for_bit(
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_whenever_it_is_killed(start_node: Any, tmp_path: Path, undisturbed: Any, seed: int) -> None:
     chance = random.Random(seed)
-    how: dict[str, Any] = chance.choice([{}, {"sharded": True}, {"views": True}, {"old": True}])
+    how: dict[str, Any] = chance.choice([{}, {"sharded": True}, {"views": True}, {"optimizer": "old"},
+                                         {"optimizer": "nesterov"}])
     goes_on(start_node(), tmp_path / "job", undisturbed, (chance.randrange(12, 40), chance.choice(INSTANTS)), **how)
 
 

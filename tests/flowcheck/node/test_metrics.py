@@ -166,7 +166,7 @@ def test_exactly_one_status_holds() -> None:
 def test_every_cause_begins_with_zero() -> None:
     """So that the first loss is an increase."""
     told = text(document(attached()))
-    assert [value(told, "flowcheck_missing_elements_total", group="dp0", cause=cause) for cause in MISSING] == [0] * 7
+    assert [value(told, "flowcheck_missing_elements_total", group="dp0", cause=cause) for cause in MISSING] == [0] * 8
 
 
 def test_events_with_an_alert_begin_with_zero() -> None:
@@ -183,7 +183,7 @@ def test_events_with_an_alert_begin_with_zero() -> None:
 def test_causes_are_those_that_the_evidence_has() -> None:
     evidence = (ROOT / "flowcheck/rebuild/iteration/evidence.py").read_text()
     table = evidence[evidence.index("by_cause = {") :].split("}")[0]
-    assert set(re.findall(r'^        "(\w+)":', table, re.MULTILINE)) | {"overload"} == set(MISSING)
+    assert set(re.findall(r'^        "(\w+)":', table, re.MULTILINE)) | {"overload", "not_fed"} == set(MISSING)
 
 
 def test_names_that_are_strange_are_escaped() -> None:

@@ -17,7 +17,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.control.proof import node_key
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import children, service
-from flowcheck.node.check import check
+from flowcheck.node.check import check, files
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.config.nodes import Nodes
 from flowcheck.node.groups import groups
@@ -269,10 +269,10 @@ def test_a_certificate_of_nobody_is_found_before_anything_starts(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(check, "client_context", asked.append)
-    monkeypatch.setattr(check, "Access", lambda *_: "access")
+    monkeypatch.setattr(files, "client_context", asked.append)
+    monkeypatch.setattr(files, "Access", lambda *_: "access")
     config = settings(tmp_path).model_copy(update={"tls": SimpleNamespace(ca="whose")})
-    assert check.check_files(config, world.say) == "access" and asked == ["whose"]  # type: ignore[comparison-overlap]
+    assert files.check_files(config, world.say) == "access" and asked == ["whose"]  # type: ignore[comparison-overlap]
 
 
 def test_a_core_that_a_check_refuses_is_said_with_its_device(
