@@ -4,8 +4,8 @@
 
 recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
 sharded: by fully_shard, of four ranks with replicas. optimizer: two of three write to gradients in their step. views:
-gradients are views of DDP's buckets, and are set to zero in place, as nothing counts it. hold: at this step nothing
-goes on until a node has published a later iteration.
+gradients are views of DDP's buckets, and are set to zero in place, as nothing counts it. hold: from this step on a
+node has kept each step before the next one begins, or has had SECONDS for it. stop: a file at which it ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flowcheck
 
 TOKEN = "a token that only tests have"
-INSTANTS = ("forward", "backward", "step", "boundary")
+SECONDS = 5.0
 
 
 class Net(torch.nn.Module):
@@ -153,10 +153,15 @@ def main(given: dict[str, Any]) -> None:
                           "why": attachment.why if attachment is not None else "",
                           "published": attachment.published[0] if attachment is not None else -1}), flush=True)
         at("boundary")
-        while attachment is not None and given.get("hold") == step and attachment.published[0] < step - 1:
-            if rank:
+        if given.get("stop"):
+            stops = torch.tensor(float(os.path.exists(given["stop"])))
+            dist.all_reduce(stops)
+            if stops:
                 break
-            time.sleep(0.01)
+        if attachment is not None and not rank and step >= given.get("hold", 1 << 60):
+            late = time.monotonic() + SECONDS
+            while attachment.published[0] < step - 1 and time.monotonic() < late:
+                time.sleep(0.002)
     if attachment is not None:
         attachment.close()
     dist.barrier()

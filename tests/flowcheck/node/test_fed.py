@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def goes_on(
 ) -> None:
     """A rank is killed: all of them go on from a step right before."""
     address, api = f"127.0.0.1:{node.address[1]}", node.seen("listening")["api"]
-    Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=die[0] - 2, **more).finish()
+    Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=8, **more).finish()
     again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
     assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
     wanted = undisturbed(sharded, more.get("optimizer", "nadam"), more.get("ranks", 2))
@@ -162,6 +162,13 @@ def test_whenever_it_is_killed(start_node: Any, tmp_path: Path, undisturbed: Any
     goes_on(start_node(), tmp_path / "job", undisturbed, (chance.randrange(12, 40), chance.choice(INSTANTS)), **how)
 
 
+def has_a_log(node: NodeProcess, name: str) -> bool:
+    """A base, and what comes after it without a gap."""
+    kept = {line["iteration"] for line in node.said("journaled") if line["name"] == name}
+    return any(kept.issuperset(range(line["first"], line["iteration"] + 3))
+               for line in node.said("log") if line["name"] == name)
+
+
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_a_node_that_was_killed_begins_again_with_a_newer_base(
     start_node: Any, tmp_path: Path, undisturbed: Any, sharded: bool
@@ -169,16 +176,14 @@ def test_a_node_that_was_killed_begins_again_with_a_newer_base(
     """And training never waits for it."""
     first = start_node()
     port = first.address[1]
-    ranks = Ranks(tmp_path / "job", node=f"127.0.0.1:{port}", until=100_000, sharded=sharded, die=[99_999, ""])
+    stop = tmp_path / "stop"
+    ranks = Ranks(tmp_path / "job", node=f"127.0.0.1:{port}", until=100_000, sharded=sharded, stop=str(stop))
     first.wait("iteration", published=True)
     first.end(signal.SIGKILL)
     second = start_node(port)
     for name in ("rank0", "rank1") if sharded else ("",):
-        base = second.seen("log", name=name)
-        until(lambda name=name, base=base: any(
-            line["iteration"] > base["iteration"] + 1 for line in second.said("journaled") if line["name"] == name))
-    for process in ranks.processes:
-        process.kill()
+        until(partial(has_a_log, second, name))
+    stop.touch()
     said = ranks.finish()
     api = second.seen("listening")["api"]
     again = Ranks(tmp_path / "job", node=f"127.0.0.1:{port}", api=api, recover=True, until=said[-1]["step"] + 3,
