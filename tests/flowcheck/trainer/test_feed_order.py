@@ -1,0 +1,63 @@
+"""What a rank says of the gradients of its steps: in the order of the steps, also of those that it does not send."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.control.protocol import Fed, Unfed
+from flowcheck.job.model import LOG
+from flowcheck.trainer.connection.bulk_queue import BulkQueue
+from flowcheck.trainer.describe.description import entries
+from flowcheck.trainer.describe.parts import Ddp
+from flowcheck.trainer.feed.feed import Feed
+from flowcheck.trainer.loop import Over
+
+
+class Connection:
+    """What has to be sent, until it is. The link is anything."""
+
+    def __init__(self) -> None:
+        self.feed = BulkQueue()
+
+    def put_bulk(self, bulk: BulkQueue, pieces: Any, nbytes: int) -> bool:
+        bulk.put("link", pieces, nbytes)  # type: ignore[arg-type]
+        return True
+
+    def sent(self) -> list[tuple[type, int]]:
+        found = []
+        while (part := self.feed.part("link")) is not None:  # type: ignore[arg-type]
+            found.append((type(part.message), part.message.iteration))
+            self.feed.went(part, 0.0)
+        return found
+
+
+def test_a_step_that_is_not_sent_is_said_after_those_that_are(wrapped: Callable[..., DistributedDataParallel]) -> None:
+    model = wrapped(torch.nn.Linear(3, 2, bias=False))
+    optimizer, part, said = torch.optim.Adam(model.parameters()), Ddp(model), list[str]()
+    model.module.weight.grad = torch.ones(2, 3)
+    feed = Feed(part.group, optimizer, entries(part, optimizer, LOG), "run", 0, True, said.append)
+    connection = Connection()
+
+    def step(number: int, skipped: bool = False) -> None:
+        if not skipped:
+            feed.before_step(last=True, followed=True)
+            feed.after_step()
+        feed.over([connection], Over(number, None, None, skipped, False, lambda: None, 0, True, ""))  # type: ignore[list-item]
+
+    with closing(feed):
+        feed.before_step(last=True, followed=True)
+        job = feed.look()
+        assert job is not None and [call.count for call in job.collectives.steady] == [6]
+        step(1)
+        step(2, skipped=True)
+        step(3)
+        step(4)  # both copies are on their way
+        assert len(said) == 1
+        assert connection.sent() == [(Fed, 1), (Unfed, 2), (Fed, 3), (Unfed, 4)]
+        step(5)
+        assert connection.sent() == [(Fed, 5)]
