@@ -20,7 +20,6 @@ Locks are of the open file (F_OFD_SETLK), one per pin.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -39,6 +38,7 @@ import numpy as np
 import torch
 
 from updater.errors import NoRoom, ReplicaError
+from updater.memory import anonymous
 
 __all__ = ["BUILDING", "COMPLETE", "FREE", "MOST_REMARKS", "Array", "Store", "plan_arrays"]
 
@@ -111,9 +111,7 @@ class Store:
         stride = -(-extent(layout["arrays"]) // _TEXT) * _TEXT
         size = first + int(layout["slots"]) * stride
         if path is None:
-            memory, fd = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), -1
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
+            memory, fd = anonymous(size), -1
         else:
             memory, fd, size = _new_file(path, size)
         head = _HEADER.pack(

@@ -30,6 +30,7 @@ from flowcheck.durable import reporting
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.journal.files import found_files, opened_to_read
 from flowcheck.journal.format import BLOCK, LINE, Descriptor, Geometry, NotOurs, Torn, aligned
+from updater.memory import anonymous
 from updater.ring import file_system, sum_of
 
 __all__ = ["Damaged", "Entry", "Followed", "Memory", "Place", "RingReader", "geometry_of", "places_in", "spans_in"]
@@ -265,9 +266,7 @@ class Memory:
 
     def of(self, count: int) -> memoryview:
         if self._map is None or len(self._map) < count:
-            self._map = mmap.mmap(-1, count, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # a kernel without them
-                self._map.madvise(mmap.MADV_HUGEPAGE)
+            self._map = anonymous(count)
         return memoryview(self._map)[:count]
 
     def image(self, descriptor: int, at: int, count: int) -> np.ndarray:
@@ -361,9 +360,7 @@ def _unchanged(descriptor: int, place: Place, image: _Image) -> tuple[bytes, lis
     return spans_in(descriptor, place, image)
 
 
-def spans_in(
-    descriptor: int, place: Place, image: _Image | None = None
-) -> tuple[bytes, list[np.ndarray]]:
+def spans_in(descriptor: int, place: Place, image: _Image | None = None) -> tuple[bytes, list[np.ndarray]]:
     """Head and spans, all sums checked. image: what reads them; None: into memory of their own. Raises Damaged,
     OSError."""
     one = place.one

@@ -45,7 +45,7 @@ from flowcheck.trainer.describe.described import Model, check_gradients
 from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.describe.wrapped import parts_of
-from flowcheck.trainer.feed.part import Shard
+from flowcheck.trainer.feed.part import Sent, Shard
 from flowcheck.trainer.following import Following, serve
 from flowcheck.trainer.loop import AttachmentState, Given, IterationInputs, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology
@@ -141,6 +141,8 @@ class Attachment(IterationInputs):
         self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
             parts = parts_of(model, optimizer, kind, Shard if self._fed else None)
+            if self._fed:
+                parts = [Sent(part) for part in parts]
             self._begin(parts, name, run_id, epoch, topology, collectives, kind)
             for one in self._parts:
                 one.connect(addresses, token, tls, iteration)
@@ -173,8 +175,7 @@ class Attachment(IterationInputs):
             described[0], names={key: name for one in described for key, name in one.names.items()},
             stepping=replace(described[0].stepping, threads=max(one.stepping.threads for one in described)),
         )
-        gradients = ([one for one in each.part.gradients() if id(one) in self._described.names and not self._fed]
-                     for each in self._parts)
+        gradients = ([one for one in each.part.gradients() if id(one) in self._described.names] for each in self._parts)
         constants = [value for one in self._parts for value in one.constants()]
         self._keeper.extra = self._extra if any(one.extra for one in described) else None
         self._deafen()

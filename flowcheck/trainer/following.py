@@ -87,8 +87,7 @@ class Following:
         self.records = OutgoingRecords(part, optimizer, self.described, run_id, epoch, self._leads, say)
         self._upload = StateUpload(part, optimizer, self._leads, lambda: self.described.names, self.records.options,
                                    self.nodes.answered)
-        if self.feed is None:
-            part.listen(self._heard)
+        part.listen(self._heard)
 
     def _watch(self, topology: Topology | None, collectives: Collectives | None, run_id: str, epoch: int) -> Watch:
         """Raises UserError: a mirror would see nothing."""
@@ -136,8 +135,7 @@ class Following:
 
     def before_step(self, last: bool = True) -> None:
         """last: no hook comes between this and the update. Raises UserError for a step that nobody could follow."""
-        if self.feed is None:
-            self.part.check()
+        self.part.check()
         self.records.before_step()
         if self.feed is not None:
             self.feed.before_step(last, any(sender.follows for sender in self.nodes.senders))
@@ -175,8 +173,7 @@ class Following:
         """Raises UserError where the job can no longer be followed."""
         self.records.turn()
         passes, self._passes = self._passes, 0
-        if self.feed is None:
-            self.part.over()
+        self.part.over()
         if self.manifest is not None:
             if self.watch.again(it.number):
                 self._check_blank(it)
@@ -209,8 +206,8 @@ class Following:
                 self._meeting = True
                 if self.feed is None:
                     self._flows = self._topology()["flows"]
-                    self.part.known(True)
-                    self.part.listen(self._heard)
+                self.part.known(True)
+                self.part.listen(self._heard)
                 return
         if followers := [sender for sender in self.nodes.senders if sender.follows]:
             self.records.send(followers, it)
@@ -271,8 +268,7 @@ class Following:
     def _forget(self) -> None:
         """The job is not known any more."""
         self.manifest = None
-        if self.feed is None:
-            self.part.known(False)
+        self.part.known(False)
         for sender in self.nodes.senders:
             sender.node.give_up()
 

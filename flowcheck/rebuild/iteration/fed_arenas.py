@@ -15,11 +15,9 @@ Connections give and wait, on threads of their own, and one thread judges. Memor
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +29,7 @@ from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.iteration.intervals import intervals
 from flowcheck.rebuild.iteration.verdict import BucketEvidence, Evidence, StreamEvidence, judge
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
+from updater.memory import anonymous
 
 __all__ = ["FedArenas"]
 
@@ -57,10 +56,7 @@ class FedArenas:
     def __init__(self, plan: JobPlan, sum_of: Callable[[memoryview], str]) -> None:
         self.plan, self._sum_of = plan, sum_of
         self._bytes = plan.engine.gradient_bytes
-        memory = mmap.mmap(-1, max(self.capacity * self._bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = np.frombuffer(memory, np.uint8)
+        self._memory = np.frombuffer(anonymous(max(self.capacity * self._bytes, 1)), np.uint8)
         self._iterations: dict[int, _Iteration] = {}
         self._changed = threading.Condition()
         self._oldest, self._begun, self._coming = 0, -1, 0

@@ -29,6 +29,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import (
     LOG,
+    MIRROR,
     REPLICA,
     Bucket,
     Buckets,
@@ -48,7 +49,7 @@ from flowcheck.trainer.describe.extra import unproven
 from flowcheck.trainer.describe.parts import Ddp, Layout, Part, local, stepped
 from flowcheck.trainer.describe.wrapped import refuse_model
 
-__all__ = ["Watch", "entries"]
+__all__ = ["Watch", "entries", "live_job"]
 
 KINDS_SHOWN = 8  # calls of an iteration that are looked at for a message
 CALLS = 65536  # a longer history is not kept: attach earlier
@@ -257,15 +258,24 @@ class Watch:
         for call in before:
             call.carries = "other"
         once = [Collective(**vars(call)) for call in steady]
-        job = Job(
-            run_id=self._identity[0], epoch=self._identity[1],
-            communicator=Communicator(**self._communicator()), flows=[],
-            collectives=Collectives(before, once, [], steady), buckets=Buckets([], buckets),
-            model=described.entries, gradients=Gradients(dtype, self._part.divisor),
-            optimizer=_stepped_by(described, self._optimizer), kind=described.stepping.kind,
-            step_values=["lr", *(["buffers"] if described.buffers else [])], unproven=unproven(described.extra),
+        return live_job(
+            described, self._identity, Communicator(**self._communicator()), Collectives(before, once, [], steady),
+            buckets, Gradients(dtype, self._part.divisor), _stepped_by(described, self._optimizer),
         )
-        return job_from_dict(job.to_dict(), where="the live job")
+
+
+def live_job(
+    described: Model, identity: tuple[str, int], communicator: Communicator, collectives: Collectives,
+    buckets: list[Bucket], gradients: Gradients, optimizer: Optimizer | None = None, source: str = MIRROR,
+) -> Job:
+    """The manifest, without flows. identity: run and epoch. Raises UserError: such a job cannot be."""
+    job = Job(
+        run_id=identity[0], epoch=identity[1], communicator=communicator, flows=[], collectives=collectives,
+        buckets=Buckets([], buckets), model=described.entries, gradients=gradients, optimizer=optimizer,
+        kind=described.stepping.kind, source=source,
+        step_values=["lr", *(["buffers"] if described.buffers else [])], unproven=unproven(described.extra),
+    )
+    return job_from_dict(job.to_dict(), where="the live job")
 
 
 def _stepped_by(described: Model, optimizer: torch.optim.Optimizer) -> Optimizer | None:

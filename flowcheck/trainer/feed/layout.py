@@ -13,23 +13,12 @@ import torch
 
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import job_from_dict
-from flowcheck.job.model import (
-    FEED,
-    Bucket,
-    Buckets,
-    BucketSlice,
-    Collective,
-    Collectives,
-    Communicator,
-    Gradients,
-    Job,
-)
+from flowcheck.job.model import FEED, Bucket, BucketSlice, Collective, Collectives, Communicator, Gradients, Job
 from flowcheck.trainer.describe.described import Model, named
-from flowcheck.trainer.describe.extra import unproven
+from flowcheck.trainer.describe.description import live_job
 from flowcheck.trainer.describe.parts import local
 
-__all__ = ["FeedLayout", "feed_layout"]
+__all__ = ["FeedLayout", "feed_layout", "gradient_of"]
 
 BUCKET_BYTES = 32 << 20  # from which on a bucket takes no further parameter
 NO_NCCL = "0.0"
@@ -47,17 +36,13 @@ class FeedLayout:
     def elements(self) -> list[int]:
         return [sum(local(one).numel() for _, one in bucket) for bucket in self.buckets]
 
-    def job(self, described: Model, run_id: str, epoch: int, ranks: int) -> Job:
+    def job(self, described: Model, identity: tuple[str, int], ranks: int) -> Job:
+        """identity: run and epoch."""
         dtype = DTYPES[self.dtype][0]
         calls = [Collective("AllReduce", count, dtype, carries="gradient", bucket=number)
                  for number, count in enumerate(self.elements)]
-        job = Job(
-            communicator=Communicator(ranks, NO_NCCL), flows=[], collectives=Collectives([], calls, [], calls),
-            buckets=Buckets([], [Bucket(list(_slices(bucket))) for bucket in self.buckets]), model=described.entries,
-            gradients=Gradients(dtype), step_values=["lr", *(["buffers"] if described.buffers else [])],
-            run_id=run_id, epoch=epoch, unproven=unproven(described.extra), kind=described.stepping.kind, source=FEED,
-        )
-        return job_from_dict(job.to_dict(), where="the live job")
+        return live_job(described, identity, Communicator(ranks, NO_NCCL), Collectives([], calls, [], calls),
+                        [Bucket(_slices(bucket)) for bucket in self.buckets], Gradients(dtype), source=FEED)
 
 
 def _slices(bucket: list[tuple[str, torch.Tensor]]) -> list[BucketSlice]:
@@ -67,6 +52,16 @@ def _slices(bucket: list[tuple[str, torch.Tensor]]) -> list[BucketSlice]:
         out.append(BucketSlice(name, at, count))
         at += count
     return out
+
+
+def gradient_of(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it. Raises UserError: it cannot be sent."""
+    grad = local(parameter.grad) if parameter.grad is not None else None
+    if grad is None or grad.layout != torch.strided or grad.dtype not in DTYPES:
+        what = "has no gradient" if grad is None else f"has a gradient of {grad.dtype}, {grad.layout}"
+        raise UserError(f"parameter {name} {what}", where="optimizer",
+                        remedy="give the optimizer the parameters that every iteration trains; dense gradients")
+    return grad
 
 
 def feed_layout(described: Model, optimizer: torch.optim.Optimizer) -> FeedLayout:
@@ -80,11 +75,7 @@ def feed_layout(described: Model, optimizer: torch.optim.Optimizer) -> FeedLayou
         if entry.name not in parameters or entry.kind != "optimized" or entry.tied:
             continue
         parameter = parameters[entry.name]
-        grad = local(parameter.grad) if parameter.grad is not None else None
-        if grad is None or grad.layout != torch.strided or grad.dtype not in DTYPES:
-            what = "has no gradient" if grad is None else f"has a gradient of {grad.dtype}, {grad.layout}"
-            raise UserError(f"parameter {entry.name} {what}", where="optimizer",
-                            remedy="give the optimizer the parameters that every iteration trains; dense gradients")
+        grad = gradient_of(entry.name, parameter)
         dtypes.add(grad.dtype)
         devices.add(grad.device)
         if not buckets or room <= 0:

@@ -23,21 +23,13 @@ import torch
 from flowcheck.control.checksum import sum_text
 from flowcheck.control.protocol import Fed, Unfed
 from flowcheck.errors import UserError
-from flowcheck.trainer.describe.parts import local
-from flowcheck.trainer.feed.layout import FeedLayout
+from flowcheck.trainer.feed.layout import FeedLayout, gradient_of
 
 __all__ = ["Slot", "Slots"]
 
 SLOTS = 2
 SPOILT = "gradients were written to before they were copied"
-
-
 _Held = list[tuple[torch.Tensor, torch.Tensor, int]]  # gradients, where they go, and their counts of writes
-
-
-def _written(held: _Held) -> bool:
-    """To any since its copy was begun?"""
-    return any(grad._version != before for grad, _, before in held)
 
 
 class _Pieces(Iterator[tuple[Fed | Unfed, memoryview]]):
@@ -75,7 +67,6 @@ class Slot:
         self._sums: list[str] = [""] * len(self.buckets)
         self._reading: weakref.WeakSet[_Pieces] = weakref.WeakSet()
         self._held: _Held = []
-        self._begun: _Held = []
         self._copy: Future[None] | None = None
         self._event: Any = None
         self.spoilt = False
@@ -90,13 +81,13 @@ class Slot:
         for into, bucket in zip(self.buckets, self._layout.buckets, strict=True):
             at = 0
             for name, parameter in bucket:
-                grad = local(parameter.grad).detach() if parameter.grad is not None else None
-                if grad is None or grad.dtype != into.dtype or grad.layout != torch.strided:
-                    raise UserError(f"parameter {name} has {'no gradient' if grad is None else 'another kind of one'}",
+                grad = gradient_of(name, parameter).detach()
+                if grad.dtype != into.dtype:
+                    raise UserError(f"parameter {name} has a gradient of {grad.dtype}, and had one of {into.dtype}",
                                     where="optimizer", remedy="gradients of one kind in every iteration")
                 held.append((grad, into[at : at + grad.numel()].view(grad.shape), grad._version))
                 at += grad.numel()
-        self._held, self._begun = held, held
+        self._held = held
         if self._stream is None:
             self._copy = self._thread.submit(self._copy_all)
         else:
@@ -113,20 +104,19 @@ class Slot:
 
     def _copy_all(self) -> None:
         """A thread of its own."""
-        held, self._held = self._held, []
-        for grad, into, _ in held:
+        for grad, into, _ in self._held:
             into.copy_(grad)
 
     def settle(self) -> None:
         """Whatever the step writes to gradients comes after the copy."""
         self._wait()
-        self._begun = []
+        self._held = []
 
     def end(self) -> None:
         """Whatever comes after the step does, too. Was a gradient written to since its copy was begun?"""
         self._wait()
-        self.spoilt |= _written(self._begun)
-        self._begun = []
+        self.spoilt |= any(grad._version != before for grad, _, before in self._held)
+        self._held = []
 
     def _wait(self) -> None:
         if self._event is not None:
@@ -138,7 +128,6 @@ class Slot:
         """Waits for the copy. False: it is of no use. A thread that sends."""
         if self._event is not None:
             self._event.synchronize()
-            self._held = []
         elif self._copy is not None:
             self._copy.result()
         return not self.spoilt
