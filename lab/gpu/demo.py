@@ -88,7 +88,8 @@ def follow(
         event = json.loads(text)
         if event["event"] == "iteration":
             ledger.status(event)
-        elif event["event"] in ("state", "begun"):
+        # Not "begun": what is begun by ranges is whole when ranks have sent theirs, often an iteration later.
+        elif event["event"] == "state":
             ledger.state(event)
     ledger.over = True
     found = ledger.summary()
