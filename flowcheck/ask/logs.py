@@ -45,13 +45,12 @@ _FIELDS = {"run_id": str, "epoch": int, "shard": str, "first": int, "job": dict,
 _RECORD = {"groups": list, "skipped": bool, "checksums": dict}
 
 
-def makes(job: Job, steps: Sequence[int], entries: range) -> range:
+def makes(steps: Sequence[int], entries: range) -> range:
     """Steps that can be made. steps: of the pieces of a base. entries: iterations that are there, without a hole.
-    Buffers are as the record before a step says, so a step that follows no entry lacks them."""
-    if min(steps) < entries.start:
+    A step's options and buffers are in the record before it, so one that follows no entry lacks them."""
+    if min(steps) < entries.start or not entries:
         return range(0)
-    buffers = any(entry.kind == "buffer" for entry in job.model)
-    return range(max(steps) + buffers, entries.stop + 1)
+    return range(max(*steps, entries.start + 1), entries.stop + 1)
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,7 @@ class LogHead:
     @property
     def steps(self) -> range:
         """That can be made of it."""
-        return makes(self.job, [step for step, _, _ in self.pieces],
-                     range(self.begins, self.begins + len(self.entries)))
+        return makes([step for step, _, _ in self.pieces], range(self.begins, self.begins + len(self.entries)))
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +22,7 @@ from flowcheck.control.protocol import Base
 from flowcheck.control.version import MODEL
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.versions.journal.log_bases import Bases, whole_bases
-from flowcheck.node.versions.journal.log_folder import users_of
+from flowcheck.node.versions.journal.log_folder import log_folder, users_of
 from flowcheck.node.versions.journal.log_shelf import LogShelf
 from flowcheck.node.versions.user_states import rank_file, user_folder
 from lab.optimizers import Adam8bit, Lion, OrthogonalMomentum
@@ -143,6 +145,26 @@ def test_a_log_without_a_whole_base_offers_nothing(tmp_path: Path) -> None:
     assert LogShelf(tmp_path).look() == []
     with job.serving() as address:
         assert not recover(address)
+
+
+def test_a_base_that_no_iteration_follows_yet_offers_nothing(tmp_path: Path) -> None:
+    """Its options come with the iteration before a step; and no step is offered that `load` would refuse."""
+    job = LoggedJob(tmp_path, MAKE["lion"], model=partial(torch.nn.Linear, 7, 5))
+    job.train(4)
+    job.base(steps=1)
+    while not job.sender.whole:
+        job.train(1)
+    before = job.number
+    with contextlib.closing(job.bases), job.serving() as address:
+        while not whole_bases(log_folder(job.folder.path)):
+            time.sleep(0.001)
+        assert not recover(address)
+        job.train(1)
+        job.settle()
+        found = recover(address)
+        model, optimizer = job.fresh()
+        found.load(model, optimizer)
+        assert (found.step, job.differ(model, optimizer, before + 1)) == (before + 1, [])
 
 
 def _read() -> int:
