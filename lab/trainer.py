@@ -87,7 +87,6 @@ class Rank:
         else:
             self.optimizer = stepping = make_optimizer(job, self.model)
         self.schedule = make_schedule(job, stepping)
-        self._stepping = stepping
         self.scaler = None
         if job.loss_scale is not None:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=job.loss_scale, growth_interval=4)
@@ -158,7 +157,6 @@ class Rank:
             # Of shards gradients come from fully_shard, with each AllReduce, and no backward of theirs.
             add = parameter.register_hook if self.job.shards == 1 else parameter.register_post_accumulate_grad_hook
             add(lambda _, instant=instant: self._reached(instant))
-        self._stepping.register_step_post_hook(lambda *_: self._reached("optimizer"))
 
     def _reached(self, instant: str) -> None:
         if self._death == (self._iteration, instant):
@@ -201,6 +199,7 @@ class Rank:
             self.scaler.update()
         else:
             self.optimizer.step()
+        self._reached("optimizer")  # also where the scaler has skipped it
         # GradScaler says that it skipped by making its scale smaller. The norm of such gradients is no number.
         skipped = self.scaler is not None and self.scaler.get_scale() < (scale or 0.0)
         if skipped and coefficient is not None:

@@ -23,7 +23,6 @@ from flowcheck.job.model import (
     ENTRY_BYTES,
     FEED,
     KINDS,
-    LOG,
     MAX_DEVICES,
     MAX_THREADS,
     MTUS,
@@ -92,8 +91,6 @@ def check(job: Job, place: Place) -> None:
 
 
 def _check_fed(job: Job, place: Place) -> None:
-    if job.kind != LOG:
-        (place / "kind").fail(f"{shown(job.kind)}: gradients that trainers send are kept as a log")
     if job.flows:
         (place / "flows").fail("gradients that trainers send come over none of these")
     if any(carries(call) != "gradient" for call in job.collectives.iteration_0 + job.collectives.steady):

@@ -95,7 +95,7 @@ def attach(
     kind: "replica": the node steps with the trainer. "log": it keeps gradients, records and bases, from which
         `recovered.load` redoes the steps by this optimizer itself, whatever it is (docs/use/log.md).
     source: of gradients. "mirror": a switch copies the traffic of the ranks that reduce them to the node. "feed": rank
-        0 copies what its optimizer reads, and sends it (docs/use/feed.md): of any fabric, and of kind="log" alone.
+        0 copies what its optimizer reads, and sends it (docs/use/feed.md), over any fabric.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
@@ -108,9 +108,6 @@ def attach(
         raise UserError(f"{kind!r} is not one of {', '.join(VERSIONS)}", where="kind", remedy="one of these")
     if source not in SOURCES:
         raise UserError(f"{source!r} is not one of {', '.join(SOURCES)}", where="source", remedy="one of these")
-    if source == FEED and kind != LOG:
-        raise UserError(f'of gradients that are sent a log is kept, and kind is {kind!r}', where="kind",
-                        remedy='kind="log"')
     for what, number in (("checksum_every", checksum_every or 0), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")

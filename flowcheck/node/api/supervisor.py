@@ -46,7 +46,7 @@ class Serving:
             keys=_plain(keys), shown=shown, node=config.name, replicas=config.replica.directory,
             tls=(config.tls.cert, config.tls.key) if config.tls is not None else None,
             checkpoints=config.output.directory, cores=tuple(sorted(os.sched_getaffinity(0) - config.pinned)),
-            reserved=int(store is not None), follows=bool(config.capture), shadow=config.api.shadow,
+            reserved=int(store is not None), follows=config.follows, shadow=config.api.shadow,
             copies=config.copies, journals=config.journals,
             store=store, made=config.made,
             parity=_parity(config), names=_names(config), socket=descriptor, board=board,

@@ -118,11 +118,9 @@ class NodeConfig(Table):
     def _held(self) -> Self:
         if self.capture:
             return self
-        if self.feed is not None:
+        if self.follows:
             if self.follow:
                 raise wrong("follow", "is for a node with a mirror port, and this one has no [capture]")
-            if self.journal is None:
-                raise wrong("journal", "is missing: of gradients that trainers send a log is kept")
             return self
         if self.api is None:
             raise wrong("api", "is missing: without it nobody could have the copies that this node holds")
@@ -157,7 +155,7 @@ class NodeConfig(Table):
         if self.member is None:
             own = self.advertise or (self.api.listen if self.api is not None else "no [api]")
             raise wrong("protect.group", f"this node is none of them: it has {own}")
-        if self.member < self.protect.code[0] and not self.capture:
+        if self.member < self.protect.code[0] and not self.follows:
             raise wrong("protect.group", "this node follows no job, and has a place among those with data")
         if self.member < self.protect.code[0] and (alone := self.protect.journal.keys() - set(self.protect.copies)):
             raise wrong("protect.journal", f"{min(alone)} is none of protect.copies, and this node keeps no parity")
@@ -174,7 +172,7 @@ class NodeConfig(Table):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if self.capture and "trainer" not in self.token_files:
+        if self.follows and "trainer" not in self.token_files:
             raise wrong("control.token_file", "is missing: without a token of trainers there is nobody to follow")
         if self.protect is not None and "peer" not in self.token_files:
             raise wrong("tokens.peer", "is missing: nodes that keep copies prove to each other that they know one, and"
@@ -206,6 +204,11 @@ class NodeConfig(Table):
             raise wrong("replica.slots", f"{self.replica.slots} leave none to keep a version in for the nodes of"
                          " common.nodes: 3 at least, better 4")
         return self
+
+    @property
+    def follows(self) -> bool:
+        """Do trainers come here? Others hold copies."""
+        return bool(self.capture) or self.feed is not None
 
     @property
     def directories(self) -> list[Path]:

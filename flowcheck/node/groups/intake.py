@@ -25,6 +25,7 @@ from typing import Any
 from flowcheck.control.protocol import Base, Bye, Flows, Manifest, Members, Notice, Patch, Record, State, User, Wanted
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
+from flowcheck.job.model import FEED
 from flowcheck.node.config.node import NodeConfig
 from flowcheck.node.groups.feeding import Feeding
 from flowcheck.node.groups.first_state import FirstState
@@ -359,7 +360,8 @@ class Intake(Feed):
         session = LiveSession(
             plan, self._port.queues, clock, slots=settings.slots, threads=settings.threads, resync=resync,
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
-            peers=self.peering.of(body, plan, run, clock, job.epoch), job_start=planned.start,
+            peers=None if job.source == FEED else self.peering.of(body, plan, run, clock, job.epoch),
+            job_start=planned.start,
             matches=versions.shadow.begins(job.run_id), catching=self.peering.versions(planned.start),
             telemetry=self._config.telemetry,
         )

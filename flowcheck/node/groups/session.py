@@ -94,10 +94,11 @@ class LiveSession:
         self._mirror: Mirror | None = None
         if wire is not None:
             self._peers = PeerRepair(self.follower, wire, peers)
-            if self.log is None and patched:
-                ranges = RangeRepair(self.follower)
-                self.follower.repairs.append(ranges)
-                self.joining = Joining(self.follower, ranges, self._peers)
+        if self.log is None and patched:
+            ranges = RangeRepair(self.follower)
+            self.follower.repairs.append(ranges)
+            self.joining = Joining(self.follower, ranges, self._peers)
+        if wire is not None and self._peers is not None:
             self.follower.repairs.append(self._peers)
             self._mirror = Mirror(wire, sources, port, self.clock, names, now)
         self._slots, self._threads, self.job_start = slots, threads, job_start
@@ -213,9 +214,10 @@ class LiveSession:
             yield from self._mirror.look(busy=chain.builds)
         if self.joining is None:
             return
-        if self._catching is not None:
-            yield from self._catching.look(self.joining)
-        if self._resync is not None and (self._catching is None or not self._catching.busy):
+        catching = self._catching if self._peers is not None else None  # of gradients that are sent none does
+        if catching is not None:
+            yield from catching.look(self.joining)
+        if self._resync is not None and (catching is None or not catching.busy):
             yield from self._resync.look(self.joining.ranges)
 
     def _heard(self, events: Iterable[Event]) -> Iterator[Event]:

@@ -70,7 +70,7 @@ def _registry(config: NodeConfig, protect: Protect, address: str) -> RegistrySet
         cert=(str(certificate[0]), str(certificate[1])) if certificate[0] else None,
         user=nodes.registry_user, password=str(nodes.registry_password_file or ""),
         replicas=protect.states, grace=protect.grace, address=config.advertise or address,
-        follows=bool(config.capture), standby=protect.standby, own=protect.own,
+        follows=config.follows, standby=protect.standby, own=protect.own,
         code=protect.code if protect.placed else None, kept=config.placement,
         replace=tuple(protect.replace), replace_seconds=protect.replace_seconds, directory=config.replica.directory,
         site=Site(config.name, nodes.host, nodes.leaf, nodes.rack),

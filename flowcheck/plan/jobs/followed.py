@@ -16,7 +16,7 @@ Layout = Literal["ddp", "hsdp", "fsdp2", "deepspeed", "megatron"]
 #: Of torch.optim, as the node's updater steps them.
 OPTIMIZERS = ("adam", "adamw", "amsgrad", "sgd", "momentum")
 NO_REDUCED = "ReduceScatter adds the last contribution in local memory, so no reduced gradient is ever on the wire"
-SENT = 'a log of the gradients that its ranks send, without a mirror: attach(kind="log", source="feed")'
+SENT = 'the gradients that its ranks send, without a mirror: attach(source="feed")'
 GATHERED = "parameters alone, by AllGather, without optimizer state (node.md, Without trainers); or HSDP"
 
 

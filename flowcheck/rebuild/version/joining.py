@@ -35,9 +35,10 @@ __all__ = ["Joining"]
 
 
 class Joining:
-    """Of one follower; ranges and peers are among its repairs. On its thread."""
+    """Of one follower; ranges and peers are among its repairs. peers: None: no version comes from one. On its thread.
+    """
 
-    def __init__(self, follower: Follower, ranges: RangeRepair, peers: PeerRepair) -> None:
+    def __init__(self, follower: Follower, ranges: RangeRepair, peers: PeerRepair | None) -> None:
         self.follower, self.ranges, self._peers = follower, ranges, peers
 
     @property
@@ -104,14 +105,16 @@ class Joining:
     @property
     def hearsay(self) -> Hearsay:
         """Of the version that is current, or held, or was the last one."""
-        return self._peers.hearsay
+        return self._peers.hearsay if self._peers is not None else Hearsay()
 
     def expect(self, step: int) -> Slot:
         """Version `step` comes from a peer: the iteration that it waits for is kept, and those behind it; nothing is
         built, and of trainers nothing wanted, before `go_on_with` or `go_on_without`. Returns where it goes. Raises
         UserError: it is of no use any more; UpdaterError: no slot is free."""
         chain, (least, most) = self.chain, self.useful
-        if chain.next is None or chain.replica is None or self.ranges.given_up or not least <= step <= most:
+        if self._peers is None or chain.next is None or chain.replica is None or self.ranges.given_up or (
+            not least <= step <= most
+        ):
             raise UserError(f"step {step} is of no use any more")
         chain.move(Chain.EXPECTING_PEER)
         self.follower.builder.drop()
@@ -128,7 +131,7 @@ class Joining:
         The iteration that it waits for. Raises UserError: that has passed, or nothing is expected any more;
         UpdaterError: it is not of this job."""
         follower, chain = self.follower, self.chain
-        if chain.state is not Chain.EXPECTING_PEER or chain.replica is None:
+        if chain.state is not Chain.EXPECTING_PEER or chain.replica is None or self._peers is None:
             raise UserError(f"step {step} is of no use any more")
         iteration = follower.clock.next(step)
         follower.check(iteration)

@@ -49,7 +49,7 @@ from flowcheck.trainer.describe.extra import unproven
 from flowcheck.trainer.describe.parts import Ddp, Layout, Part, local, stepped
 from flowcheck.trainer.describe.wrapped import refuse_model
 
-__all__ = ["Watch", "entries", "live_job"]
+__all__ = ["Watch", "entries", "live_job", "stepped_by"]
 
 KINDS_SHOWN = 8  # calls of an iteration that are looked at for a message
 CALLS = 65536  # a longer history is not kept: attach earlier
@@ -260,7 +260,7 @@ class Watch:
         once = [Collective(**vars(call)) for call in steady]
         return live_job(
             described, self._identity, Communicator(**self._communicator()), Collectives(before, once, [], steady),
-            buckets, Gradients(dtype, self._part.divisor), _stepped_by(described, self._optimizer),
+            buckets, Gradients(dtype, self._part.divisor), stepped_by(described, self._optimizer),
         )
 
 
@@ -278,7 +278,7 @@ def live_job(
     return job_from_dict(job.to_dict(), where="the live job")
 
 
-def _stepped_by(described: Model, optimizer: torch.optim.Optimizer) -> Optimizer | None:
+def stepped_by(described: Model, optimizer: torch.optim.Optimizer) -> Optimizer | None:
     """None: nobody but the trainer can say how."""
     how = described.stepping
     if how.kind == LOG:

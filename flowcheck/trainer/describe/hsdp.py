@@ -80,7 +80,7 @@ def hsdp_parts(module: torch.nn.Module, name: str = "") -> list[Hsdp]:
             raise UserError(
                 f"{fqn} is sharded by fully_shard without replicas: ReduceScatter puts no reduced gradient on the wire",
                 where="model",
-                remedy='attach(kind="log", source="feed") (docs/use/feed.md); a mesh of replicas and shards (HSDP), or'
+                remedy='attach(source="feed") (docs/use/feed.md); a mesh of replicas and shards (HSDP), or'
                        " DistributedDataParallel; what replay can rebuild of FSDP and ZeRO: docs/use/qualify.md",
             )
         if type(group.offload_policy).__name__ == "CPUOffloadPolicy":

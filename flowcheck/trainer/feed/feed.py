@@ -114,7 +114,7 @@ class Feed:
             return None
         if self._leads and self._slots is None:
             self._slots = Slots(self._layout)
-        return self._layout.job(self._described, self._identity, dist.get_world_size(self._group))
+        return self._layout.job(self._described, self._identity, dist.get_world_size(self._group), self._optimizer)
 
     def again(self, iteration: int) -> str:
         return ""

@@ -15,7 +15,7 @@ from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import FEED, Bucket, BucketSlice, Collective, Collectives, Communicator, Gradients, Job
 from flowcheck.trainer.describe.described import Model, named
-from flowcheck.trainer.describe.description import live_job
+from flowcheck.trainer.describe.description import live_job, stepped_by
 from flowcheck.trainer.describe.parts import local
 
 __all__ = ["FeedLayout", "feed_layout", "gradient_of"]
@@ -36,13 +36,16 @@ class FeedLayout:
     def elements(self) -> list[int]:
         return [sum(local(one).numel() for _, one in bucket) for bucket in self.buckets]
 
-    def job(self, described: Model, identity: tuple[str, int], ranks: int) -> Job:
+    def job(
+        self, described: Model, identity: tuple[str, int], ranks: int, optimizer: torch.optim.Optimizer
+    ) -> Job:
         """identity: run and epoch."""
         dtype = DTYPES[self.dtype][0]
         calls = [Collective("AllReduce", count, dtype, carries="gradient", bucket=number)
                  for number, count in enumerate(self.elements)]
         return live_job(described, identity, Communicator(ranks, NO_NCCL), Collectives([], calls, [], calls),
-                        [Bucket(_slices(bucket)) for bucket in self.buckets], Gradients(dtype), source=FEED)
+                        [Bucket(_slices(bucket)) for bucket in self.buckets], Gradients(dtype),
+                        stepped_by(described, optimizer), source=FEED)
 
 
 def _slices(bucket: list[tuple[str, torch.Tensor]]) -> list[BucketSlice]:

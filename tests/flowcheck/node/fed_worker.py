@@ -66,7 +66,7 @@ class Old(torch.optim.Optimizer):
 
 
 OPTIMIZERS = {
-    "nadam": torch.optim.NAdam, "old": Old,
+    "nadam": torch.optim.NAdam, "old": Old, "adamw": torch.optim.AdamW,
     "nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
 }
 
@@ -116,7 +116,8 @@ def main(given: dict[str, Any]) -> None:
     attachment = None
     if given.get("node"):
         attachment = flowcheck.attach(model, optimizer, node=given["node"], token=TOKEN, run_id="fed", epoch=epoch,
-                                      iteration=step, checksum_every=5, kind="log", source="feed", scheduler=schedule)
+                                      iteration=step, checksum_every=5, kind=given.get("kind", "log"), source="feed",
+                                      scheduler=schedule)
     die, instant = given.get("die") or (-1, "")
     print(json.dumps({"step": step, "whence": str(whence), "hash": hashed(bare, optimizer)}), flush=True)
     while step < given["until"]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from .conftest import NodeProcess
 WORKER = Path(__file__).with_name("fed_worker.py")
 LONGEST = 120.0
 TOKEN = "a token that only tests have"
+REPLICA: dict[str, Any] = {"kind": "replica", "optimizer": "adamw"}
 INSTANTS = ("forward", "backward", "step", "boundary")
 SEEDS = 20
 Trained = list[dict[str, Any]]
@@ -105,6 +108,31 @@ def start_node(tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
         one.close()
 
 
+@pytest.fixture
+def start_holder(tmp_path: Path) -> Iterator[Callable[[str], NodeProcess]]:
+    """start_holder(address of an API whose versions it copies)"""
+    with contextlib.ExitStack() as ends:
+        def start(source: str) -> NodeProcess:
+            folder = tmp_path / "holder"
+            folder.mkdir()
+            token = tmp_path / "token"
+            return ends.enter_context(contextlib.closing(NodeProcess(folder, f'''
+name = "holder"
+[tokens]
+reader = "{token}"
+peer = "{token}"
+[api]
+listen = "127.0.0.1:0"
+[protect]
+copies = ["{source}"]
+every = 5
+directory = "{folder}"
+seconds = 0.05
+''', began="holder_ready")))
+
+        yield start
+
+
 def asked(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     """What --check says of settings."""
     (folder / "node.toml").write_text(text)
@@ -117,10 +145,13 @@ def test_what_a_node_would_take(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     assert said["journal"]["example"] and said["gradients"] == 2 * 4 * said["journal"]["entry"]
     assert (done.returncode, done.stderr) == (0, "")
+    bare = asked(tmp_path, settings(tmp_path).partition("[journal]")[0])
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert json.loads(bare.stdout) == said | {"journal": None}
 
 
 @pytest.mark.parametrize(("was", "now"), [
-    ("[journal]", "[telemetry]"), ("[feed]", "[feed]\nkey = 1"), ("[feed]", ""), ('listen = "127.0.0.1:0"', ""),
+    ("[feed]", "[feed]\nkey = 1"), ("[feed]", ""), ('listen = "127.0.0.1:0"', ""),
 ])
 def test_settings_that_cannot_be(tmp_path: Path, was: str, now: str) -> None:
     done = asked(tmp_path, settings(tmp_path).replace(was, now, 1))
@@ -141,9 +172,15 @@ def goes_on(
 
 
 @pytest.mark.parametrize(("how", "instant"), [
-    ({}, "backward"), ({"sharded": True}, "step"), ({"views": True}, "boundary"), ({"optimizer": "old"}, "forward"),
-    ({"optimizer": "nesterov"}, "step"), ({"sharded": True, "ranks": 4}, "backward"),
-], ids=["ddp", "fsdp2", "views", "old", "nesterov", "hsdp"])
+    pytest.param({}, "backward", id="ddp"), pytest.param({"sharded": True}, "step", id="fsdp2"),
+    pytest.param({"optimizer": "nesterov"}, "step", id="nesterov"),
+    pytest.param(REPLICA | {"sharded": True, "ranks": 4}, "boundary", id="hsdp-replica"),
+    *(pytest.param(how, instant, id=name, marks=pytest.mark.slow) for name, how, instant in [
+        ("views", {"views": True}, "boundary"), ("old", {"optimizer": "old"}, "forward"),
+        ("hsdp", {"sharded": True, "ranks": 4}, "backward"), ("ddp-replica", REPLICA, "step"),
+        ("fsdp2-replica", REPLICA | {"sharded": True}, "backward"),
+    ]),
+])
 def test_a_job_that_was_killed_goes_on_bit_for_bit(
     start_node: Any, tmp_path: Path, undisturbed: Any, how: dict[str, Any], instant: str
 ) -> None:
@@ -158,8 +195,28 @@ def test_a_job_that_was_killed_goes_on_bit_for_bit(
 def test_whenever_it_is_killed(start_node: Any, tmp_path: Path, undisturbed: Any, seed: int) -> None:
     chance = random.Random(seed)
     how: dict[str, Any] = chance.choice([{}, {"sharded": True}, {"views": True}, {"optimizer": "old"},
-                                         {"optimizer": "nesterov"}])
+                                         {"optimizer": "nesterov"}, REPLICA, REPLICA | {"sharded": True}])
     goes_on(start_node(), tmp_path / "job", undisturbed, (chance.randrange(12, 40), chance.choice(INSTANTS)), **how)
+
+
+def test_a_host_that_is_lost_comes_back_from_what_another_has_copied(
+    start_node: Any, start_holder: Any, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Its node with it, and all that both have kept."""
+    node = start_node()
+    address, api = f"127.0.0.1:{node.address[1]}", node.seen("listening")["api"]
+    holder = start_holder(api)
+    Ranks(tmp_path / "job", node=address, until=25, die=(20, "step"), hold=8, sharded=True, **REPLICA).finish()
+    for shard in ("rank0", "rank1"):
+        holder.seen("copied", name=shard, step=20)
+    node.end(signal.SIGKILL)
+    for path in (*tmp_path.glob("flowcheck-*"), tmp_path / "journal"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = Ranks(tmp_path / "job", api=holder.seen("holder_ready")["api"], recover=True, until=30, sharded=True,
+                  **REPLICA).finish()
+    wanted = undisturbed(True, "adamw")
+    assert again[0]["step"] == 20
+    assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
 def has_a_log(node: NodeProcess, name: str) -> bool:
