@@ -45,7 +45,7 @@ from flowcheck.trainer.describe.described import Model, check_gradients
 from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.describe.wrapped import parts_of
-from flowcheck.trainer.feed.part import Sent, Shard
+from flowcheck.trainer.feed.part import Sent, sent_part
 from flowcheck.trainer.following import Following, serve
 from flowcheck.trainer.loop import AttachmentState, Given, IterationInputs, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology
@@ -137,9 +137,10 @@ class Attachment(IterationInputs):
         self._parts: list[Following] = []
         self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
-            parts = parts_of(model, optimizer, kind, Shard if self._fed else None)
             if self._fed:
-                parts = [Sent(part) for part in parts]
+                parts: list[Part] = [Sent(part) for part in parts_of(model, optimizer, kind, sent_part)]
+            else:
+                parts = parts_of(model, optimizer, kind)
             self._begin(parts, name, run_id, epoch, topology, collectives, kind)
             for one in self._parts:
                 one.connect(addresses, token, tls, iteration)

@@ -36,7 +36,7 @@ from flowcheck.job.model import Bucket, BucketSlice
 from flowcheck.trainer.describe.megatron_pieces import ALONE, WHERE, pieces_of, refuse
 from flowcheck.trainer.describe.parts import Layout, Part
 
-__all__ = ["Megatron"]
+__all__ = ["Megatron", "place_of"]
 
 
 class Megatron(Part):
@@ -48,7 +48,7 @@ class Megatron(Part):
         self._pieces = pieces_of(model, optimizer, log)
         self._optimizer, self._ranks = self._pieces.stepping, self._pieces.ranks
         _check_settings(model)
-        super().__init__(model.module, self._pieces.group, name or _place(model, self._ranks))
+        super().__init__(model.module, self._pieces.group, name or place_of(model, self._ranks))
         self._groups: list[Any] = list(model.bucket_groups)
         self._buffers: list[Any] = list(model.buffers)
         self._inside = [self._pieces.placed(one) for one in self._groups]  # of each: its parameters' pieces, and where
@@ -207,7 +207,7 @@ def _one_type(found: list[torch.dtype]) -> str:
     return names[0]
 
 
-def _place(model: Any, ranks: int) -> str:
+def place_of(model: Any, ranks: int) -> str:
     """Where this rank is in all dimensions but that of whoever AllReduces with it, as parts have it of a mesh
     (parts.position). ranks: that share a bucket."""
     pipeline = model.pp_group[0] if isinstance(model.pp_group, list) else model.pp_group

@@ -1,7 +1,6 @@
 """What one rank steps of a model of Megatron-Core's, by names: pieces of parameters, or all of them.
 
-    pieces = pieces_of(model, optimizer, log)       Pieces, with several instances of its distributed optimizer; Mains,
-                                                    without a distributed optimizer, where a log is kept
+    pieces = pieces_of(model, optimizer, log)       Pieces, with its distributed optimizer; Mains, without
     pieces.entries(), pieces.named()                the state_dict's entries as they are stepped; those that are
     pieces.placed(group)                            where their gradients lie in what a rank AllReduces of a bucket
     pieces.to_model()                               main parameters have been changed: so are the model's, and gathered
@@ -70,8 +69,8 @@ def unknown(what: str) -> UserError:
 
 
 class Pieces:
-    """What a rank steps with several instances of the distributed optimizer. `stepping`: that optimizer. log: what
-    steps inside it need not be torch's. group: ranks that AllReduce it together; ranks: that share a bucket."""
+    """What a rank steps with the distributed optimizer. `stepping`: that optimizer. log: what steps inside it need not
+    be torch's. group: of several instances the ranks that AllReduce it together; ranks: that share a bucket."""
 
     kind = "DistributedOptimizer"
     needs: tuple[str, ...] = _OPTIMIZER
@@ -91,14 +90,14 @@ class Pieces:
     def _check(self) -> None:
         """Raises UserError, as all of these."""
         one, model = self.stepping, self.model
-        if not hasattr(model, "inter_dist_opt_group"):
-            raise unknown("its DistributedDataParallel has no inter_dist_opt_group")
         if len(one.model_chunks) != 1 or one.model_chunks[0] is not model:
             raise refuse(f"steps {len(one.model_chunks)} parts of a model, or another one than is given",
                          f"one model chunk a rank, without an interleaved pipeline; or {ALONE}", "optimizer")
 
     @property
     def group(self) -> Any:
+        if not hasattr(self.model, "inter_dist_opt_group"):
+            raise unknown("its DistributedDataParallel has no inter_dist_opt_group")
         return self.model.inter_dist_opt_group
 
     @property
@@ -259,7 +258,7 @@ class Mains(Pieces):
 
 def pieces_of(model: Any, optimizer: Any, log: bool = False) -> Pieces:
     """Raises UserError, naming what cannot be followed."""
-    return Mains(model, optimizer, log) if log and is_whole(model) else Pieces(model, optimizer, log)
+    return Mains(model, optimizer, log) if is_whole(model) else Pieces(model, optimizer, log)
 
 
 def _check_class(inner: Any) -> None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import LOG, REPLICA
-from flowcheck.trainer.describe.hsdp import has_replicas, hsdp_parts, is_sharded
+from flowcheck.trainer.describe.hsdp import hsdp_parts, is_sharded
 from flowcheck.trainer.describe.megatron import Megatron
 from flowcheck.trainer.describe.megatron_pieces import instances, is_whole
 from flowcheck.trainer.describe.parts import Ddp, Own, Part, Reduced, position
@@ -94,7 +94,8 @@ def _megatron(model: object) -> str:
     start_grad_sync)."""
     number = instances(model)
     if number == 1:
-        return ": ReduceScatter for its distributed optimizer puts no reduced gradient on the wire"
+        return (": ReduceScatter for its distributed optimizer puts no reduced gradient on the wire. Its ranks can send"
+                ' theirs: attach(source="feed") (docs/use/feed.md)')
     if getattr(model, "ddp_config", None) is None or number:
         return ""
     return ": without its distributed optimizer its AllReduces, and the optimizer of 16-bit parameters, are not read"
@@ -102,18 +103,18 @@ def _megatron(model: object) -> str:
 
 def parts_of(
     model: Any, optimizer: Any = None, kind: str = REPLICA,
-    sharded: Callable[[torch.nn.Module, str], Part] | None = None,
+    sent: Callable[[object, str, Any, bool], Part | None] = lambda *_: None,
 ) -> list[Part]:
-    """One or more. optimizer: of the model; None: it is not looked at. kind: of versions (Job.kind). sharded: makes a
-    part of a model whose shards nobody else holds; None: it cannot be followed. Raises UserError, naming what cannot be
-    followed."""
+    """One or more. optimizer: of the model; None: it is not looked at. kind: of versions (Job.kind). sent(model, name,
+    optimizer, log): the part of a model whose gradients need not be on a wire; None: they have to. Raises UserError,
+    naming what cannot be followed."""
     if isinstance(model, Mapping):
         given = [(one, str(name)) for name, one in model.items()]
     else:
         given = [(one, "") for one in (model if isinstance(model, list | tuple) else [model])]
     if optimizer is not None and not any(_known(one, MODELS) == MEGATRON for one, _ in given):  # which says more
         refuse_optimizer(optimizer)
-    parts = [part for one, name in given for part in _parts(one, name, optimizer, kind, sharded)]
+    parts = [part for one, name in given for part in _parts(one, name, optimizer, kind, sent)]
     if not parts:
         raise UserError("there is none", where="model", remedy="the DistributedDataParallel object")
     names = [part.name for part in parts]
@@ -131,10 +132,12 @@ def parts_of(
 
 
 def _parts(
-    model: object, name: str, optimizer: object, kind: str, sharded: Callable[[torch.nn.Module, str], Part] | None
+    model: object, name: str, optimizer: object, kind: str, sent: Callable[[object, str, Any, bool], Part | None]
 ) -> list[Part]:
     while _known(model, COMPILED):  # what is inside reduces as it always does
         model = cast("Any", model)._orig_mod
+    if (part := sent(model, name, optimizer, kind == LOG)) is not None:
+        return [part]
     if _known(model, MODELS) == MEGATRON and (instances(model) > 1 or (kind == LOG and is_whole(model))):
         return [Megatron(model, optimizer, name, kind == LOG)]
     if isinstance(model, DistributedDataParallel):
@@ -142,8 +145,6 @@ def _parts(
         return [Ddp(model, name or (position(mesh, 0) if mesh is not None else ""))]
     if isinstance(model, Reduced):
         return [Own(model, name)]
-    if isinstance(model, torch.nn.Module) and sharded is not None and is_sharded(model) and not has_replicas(model):
-        return [sharded(model, name)]
     if isinstance(model, torch.nn.Module) and is_sharded(model):
         return list(hsdp_parts(model, name))
     raise refuse_model(model)

@@ -1,10 +1,12 @@
 """Parts of a rank whose gradients are sent: nothing of them is looked for on a wire.
 
+    part = sent_part(model, name, optimizer, log)       a Shard or a Stepped; None: a part of any other kind serves
     part = Sent(part)               of what several ranks hold: it is let go of
     part = Shard(module, name)      what one rank holds of a model that nobody else holds: its shards (FSDP2)
+    part = Stepped(model, ...)      what one rank steps of a model of Megatron-Core's: pieces of parameters, or all
 
-The optimizer reads whole gradients of these, whatever has reduced them. A Shard is a group of one. It is called "rank"
-and its number in the job, with `name` before it: the same ranks hold the same shards after a restart.
+The optimizer reads whole gradients of these, whatever has reduced them. What nobody else holds is a group of one. It is
+called "rank" and its number in the job, with `name` before it: the same ranks hold the same shards after a restart.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flowcheck.trainer.describe.hsdp import has_replicas, is_sharded
+from flowcheck.trainer.describe.megatron import place_of
+from flowcheck.trainer.describe.megatron_pieces import instances, is_whole, pieces_of
 from flowcheck.trainer.describe.parts import Layout, Part
 
-__all__ = ["Sent", "Shard"]
+__all__ = ["Sent", "Shard", "Stepped", "sent_part"]
 
 
 class Sent(Part):
@@ -45,9 +50,7 @@ class Shard(Part):
     by = "fully_shard"
 
     def __init__(self, module: torch.nn.Module, name: str = "") -> None:
-        rank = dist.get_rank()
-        group = dist.new_group([rank], use_local_synchronization=True)  # of which no other rank has to know
-        super().__init__(module, group, ".".join(filter(None, (name, f"rank{rank}"))))
+        super().__init__(module, *_alone(name))
 
     def reduced(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, value) for name, value in self.module.named_parameters() if value.requires_grad]
@@ -55,3 +58,40 @@ class Shard(Part):
     def layout(self, names: Mapping[int, str]) -> Layout | None:
         """Nothing of it is looked for on a wire."""
         return None
+
+
+class Stepped(Part):
+    """Of one instance of its distributed optimizer each rank has its own; else a group is as on a wire."""
+
+    by = "Megatron-Core's DistributedDataParallel"
+
+    def __init__(self, model: Any, optimizer: Any, name: str = "", log: bool = False) -> None:
+        self._pieces = pieces = pieces_of(model, optimizer, log)
+        group, name = _alone(name) if instances(model) == 1 else (pieces.group, name or place_of(model, pieces.ranks))
+        super().__init__(model.module, group, name)
+
+    def _entries(self) -> dict[str, torch.Tensor]:
+        return self._pieces.entries()
+
+    def reduced(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self._pieces.named().items())
+
+    def layout(self, names: Mapping[int, str]) -> Layout | None:
+        """Nothing of it is looked for on a wire."""
+        return None
+
+
+def sent_part(model: object, name: str, optimizer: Any, log: bool) -> Part | None:
+    """log: what steps inside Megatron-Core's optimizer need not be torch's. Raises UserError, naming what cannot be
+    followed."""
+    if instances(model) or is_whole(model):
+        return Stepped(model, optimizer, name, log)
+    if isinstance(model, torch.nn.Module) and is_sharded(model) and not has_replicas(model):
+        return Shard(model, name)
+    return None
+
+
+def _alone(name: str) -> tuple[Any, str]:
+    """A group of this rank, of which no other has to know, and what it is called."""
+    rank = dist.get_rank()
+    return dist.new_group([rank], use_local_synchronization=True), ".".join(filter(None, (name, f"rank{rank}")))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from flowcheck.errors import UserError
 from flowcheck.job.version_status import UNVERIFIED, VERIFIED, VersionStatus
 from flowcheck.trainer.describe.extra import is_extra
-from flowcheck.trainer.describe.megatron_pieces import Pieces, instances, is_whole, pieces_of, torch_optimizer
+from flowcheck.trainer.describe.megatron_pieces import instances, is_whole, pieces_of, torch_optimizer
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.recover.logged import Loaded, Logged
 from flowcheck.trainer.recover.own import PARTS, Given
@@ -129,7 +129,7 @@ class Recovered:
         if self.log is not None:
             self._load_log(self.log, model, given_optimizer)
             return
-        pieces = Pieces(model, given_optimizer) if instances(model) > 1 else None
+        pieces = pieces_of(model, given_optimizer) if instances(model) or is_whole(model) else None
         whole_state = model.state_dict() if pieces is None else pieces.entries()
         self._check_extra(whole_state)
         held = {name: value for name, value in whole_state.items() if not is_extra(name)}
@@ -168,7 +168,7 @@ class Recovered:
 
     def _load_log(self, log: Logged, model: torch.nn.Module, optimizer: Any) -> None:
         try:
-            pieces = pieces_of(model, optimizer, log=True) if instances(model) > 1 or is_whole(model) else None
+            pieces = pieces_of(model, optimizer, log=True) if instances(model) or is_whole(model) else None
             module = model if pieces is None else cast("torch.nn.Module", pieces.model.module)
             entries = module.state_dict(keep_vars=True)
             self._check_extra(entries)

@@ -3,13 +3,15 @@
     python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
 
 recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
-sharded: by fully_shard, of four ranks with replicas. optimizer: two of three write to gradients in their step. views:
-gradients are views of DDP's buckets, and are set to zero in place, as nothing counts it. hold: from this step on a
-node has kept each step before the next one begins, or has had SECONDS for it. stop: a file at which it ends.
+sharded: by fully_shard, of four ranks with replicas. megatron: by Megatron-Core's DistributedDataParallel and its
+distributed optimizer. optimizer: two of three write to gradients in their step. views: gradients are views of DDP's
+buckets, and are set to zero in place, as nothing counts it. hold: from this step on a node has kept each step before
+the next one begins, or has had SECONDS for it. stop: a file at which it ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
+from lab.megatron import Places, as_cuda, make
 
 TOKEN = "a token that only tests have"
 SECONDS = 5.0
@@ -71,20 +74,30 @@ OPTIMIZERS = {
 }
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def bits(tensor: torch.Tensor) -> bytes:
+    here = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return here.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def hashed(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Of all that the next step begins with."""
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        found.update(name.encode() + local(tensor).detach().numpy().tobytes())
-    for parameter in optimizer.param_groups[0]["params"]:
+        found.update(name.encode() + bits(tensor))
+    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+        found.update(bits(parameter))
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor):
-                found.update(key.encode() + local(value).detach().numpy().tobytes())
+                found.update(key.encode() + bits(value))
     return found.hexdigest()
+
+
+def megatron(model: torch.nn.Module, rank: int, ranks: int) -> tuple[Any, Any]:
+    """One instance of its distributed optimizer, whose buckets cut parameters."""
+    each = [dist.new_group([one]) for one in range(ranks)]
+    places = Places(each[rank], dist.group.WORLD, dist.group.WORLD, each[rank])
+    return make(model, places, instances=1, bucket_elements=300, reduce_float32=True, clip=0.5,
+                optimizer={"lr": 0.01, "weight_decay": 0.01})
 
 
 def main(given: dict[str, Any]) -> None:
@@ -92,32 +105,38 @@ def main(given: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{given['store']}", rank=rank, world_size=given["ranks"])
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    bare = Net()
+    bare, mesh, model = Net(), None, None
     sharded = given.get("sharded")
     if sharded:
-        mesh = None
         if given["ranks"] > 2:
             mesh = init_device_mesh("cpu", (2, given["ranks"] // 2), mesh_dim_names=("replicate", "shard"))
         fully_shard(bare.middle, mesh=mesh)
         fully_shard(bare, mesh=mesh)
-    optimizer = OPTIMIZERS[given.get("optimizer", "nadam")](bare.parameters(), lr=0.01)
+    stepping: Any = None
+    if given.get("megatron"):
+        model, stepping = megatron(bare.to(torch.bfloat16), rank, given["ranks"])
+        optimizer = stepping.optimizer
+    else:
+        optimizer = OPTIMIZERS[given.get("optimizer", "nadam")](bare.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     step, epoch, whence = 0, 0, ""
     if given.get("recover"):
+        alone = given.get("megatron") or (sharded and not mesh)
         recovered = flowcheck.recover(given["api"], token=TOKEN, run_id="fed",
-                                      shard=None if not sharded else f"shard{rank % 2}" if mesh else f"rank{rank}")
-        recovered.load(bare, optimizer)
+                                      shard=f"rank{rank}" if alone else f"shard{rank % 2}" if sharded else None)
+        recovered.load(model if stepping else bare, stepping or optimizer)
         schedule.load_state_dict(recovered.scheduler)
         recovered.restore_rng()
         step, epoch, whence = recovered.step, recovered.epoch, recovered.source
-    model: Any = bare if sharded else DistributedDataParallel(bare, gradient_as_bucket_view=bool(given.get("views")))
+    if not stepping:
+        model = bare if sharded else DistributedDataParallel(bare, gradient_as_bucket_view=bool(given.get("views")))
     if not given.get("recover"):
         torch.manual_seed(100 + rank)
     attachment = None
     if given.get("node"):
-        attachment = flowcheck.attach(model, optimizer, node=given["node"], token=TOKEN, run_id="fed", epoch=epoch,
-                                      iteration=step, checksum_every=5, kind=given.get("kind", "log"), source="feed",
-                                      scheduler=schedule)
+        attachment = flowcheck.attach(
+            model, stepping or optimizer, node=given["node"], token=TOKEN, run_id="fed", epoch=epoch, iteration=step,
+            checksum_every=5, kind=given.get("kind", "log"), source="feed", scheduler=schedule)
     die, instant = given.get("die") or (-1, "")
     print(json.dumps({"step": step, "whence": str(whence), "hash": hashed(bare, optimizer)}), flush=True)
     while step < given["until"]:
@@ -131,16 +150,22 @@ def main(given: dict[str, Any]) -> None:
             with model.no_sync() if not (part or sharded) else torch.enable_grad():
                 if sharded:
                     bare.set_requires_gradient_sync(bool(part))
-                loss = model(tokens).square().mean()
+                loss = model(tokens).float().square().mean()
                 at("forward")
                 loss.backward()
         at("backward")
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if stepping:
+            model.finish_grad_sync()
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if step % 7 != 6:  # as after an overflow
-            optimizer.step()
+            (stepping or optimizer).step()
         at("step")
         schedule.step()
-        if given.get("views"):
+        if stepping:
+            model.zero_grad_buffer()
+            stepping.zero_grad()
+        elif given.get("views"):
             for one in bare.parameters():
                 if one.grad is not None:
                     one.grad.data.zero_()
@@ -170,4 +195,6 @@ def main(given: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    asked = json.loads(sys.argv[1])
+    with as_cuda() if asked.get("megatron") else contextlib.nullcontext():
+        main(asked)
