@@ -3,10 +3,10 @@
     python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
 
 recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
-sharded: by fully_shard, of four ranks with replicas. megatron: by Megatron-Core's DistributedDataParallel and its
-distributed optimizer. optimizer: two of three write to gradients in their step. views: gradients are views of DDP's
-buckets, and are set to zero in place, as nothing counts it. hold: from this step on a node has kept each step before
-the next one begins, or has had SECONDS for it. stop: a file at which it ends.
+sharded: by fully_shard, of four ranks with replicas. instances: of Megatron-Core's distributed optimizer, 0: its
+DistributedDataParallel alone. optimizer: two of three write to gradients in their step. views: gradients are views of
+DDP's buckets, and are set to zero in place, as nothing counts it. hold: from this step on a node has kept each step
+before the next one begins, or has had SECONDS for it. stop: a file at which it ends.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
+from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
 from lab.megatron import Places, as_cuda, make
 
 TOKEN = "a token that only tests have"
@@ -92,12 +93,16 @@ def hashed(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def megatron(model: torch.nn.Module, rank: int, ranks: int) -> tuple[Any, Any]:
-    """One instance of its distributed optimizer, whose buckets cut parameters."""
+def megatron(model: torch.nn.Module, rank: int, ranks: int, instances: int) -> tuple[Any, Any]:
+    """instances: of its distributed optimizer, whose buckets cut parameters; 0: it has none."""
     each = [dist.new_group([one]) for one in range(ranks)]
-    places = Places(each[rank], dist.group.WORLD, dist.group.WORLD, each[rank])
-    return make(model, places, instances=1, bucket_elements=300, reduce_float32=True, clip=0.5,
-                optimizer={"lr": 0.01, "weight_decay": 0.01})
+    size = ranks // max(instances, 1)
+    inside = [dist.new_group(list(range(at, at + size))) for at in range(0, ranks, size)]
+    across = [dist.new_group(list(range(at, ranks, size))) for at in range(size)]
+    places = Places(across[rank % size], inside[rank // size], dist.group.WORLD, each[rank])
+    return make(model, places, instances=max(instances, 1), bucket_elements=300, reduce_float32=True, clip=0.5,
+                use_distributed_optimizer=bool(instances),
+                optimizer={"lr": 0.01, "weight_decay": 0.01, "use_distributed_optimizer": bool(instances)})
 
 
 def main(given: dict[str, Any]) -> None:
@@ -113,17 +118,18 @@ def main(given: dict[str, Any]) -> None:
         fully_shard(bare.middle, mesh=mesh)
         fully_shard(bare, mesh=mesh)
     stepping: Any = None
-    if given.get("megatron"):
-        model, stepping = megatron(bare.to(torch.bfloat16), rank, given["ranks"])
-        optimizer = stepping.optimizer
+    instances = given.get("instances")
+    if instances is not None:
+        model, stepping = megatron(bare.to(torch.bfloat16), rank, given["ranks"], instances)
+        optimizer = torch_optimizer(stepping)
     else:
         optimizer = OPTIMIZERS[given.get("optimizer", "nadam")](bare.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     step, epoch, whence = 0, 0, ""
     if given.get("recover"):
-        alone = given.get("megatron") or (sharded and not mesh)
+        alone, some = instances == 1 or (sharded and not mesh), instances == 2 or sharded
         recovered = flowcheck.recover(given["api"], token=TOKEN, run_id="fed",
-                                      shard=f"rank{rank}" if alone else f"shard{rank % 2}" if sharded else None)
+                                      shard=f"rank{rank}" if alone else f"shard{rank % 2}" if some else None)
         recovered.load(model if stepping else bare, stepping or optimizer)
         schedule.load_state_dict(recovered.scheduler)
         recovered.restore_rng()
@@ -196,5 +202,5 @@ def main(given: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     asked = json.loads(sys.argv[1])
-    with as_cuda() if asked.get("megatron") else contextlib.nullcontext():
+    with as_cuda() if asked.get("instances") is not None else contextlib.nullcontext():
         main(asked)

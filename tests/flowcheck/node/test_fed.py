@@ -63,10 +63,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
     """undisturbed(sharded, optimizer, ranks) -> what the state is after each step."""
 
     @cache
-    def hashes(sharded: bool = False, optimizer: str = "nadam", ranks: int = 2, megatron: bool = False
-               ) -> dict[int, str]:
+    def hashes(sharded: bool = False, optimizer: str = "nadam", ranks: int = 2,
+               instances: int | None = None) -> dict[int, str]:
         alone = Ranks(tmp_path_factory.mktemp("alone"), ranks, until=50, sharded=sharded,
-                      optimizer=optimizer, megatron=megatron)
+                      optimizer=optimizer, instances=instances)
         return {one["step"]: one["hash"] for one in alone.finish()}
 
     return hashes
@@ -168,7 +168,7 @@ def goes_on(
     Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=8, **more).finish()
     again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
     assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
-    wanted = undisturbed(sharded, more.get("optimizer", "nadam"), more.get("ranks", 2), bool(more.get("megatron")))
+    wanted = undisturbed(sharded, more.get("optimizer", "nadam"), more.get("ranks", 2), more.get("instances"))
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
@@ -176,10 +176,11 @@ def goes_on(
     pytest.param({}, "backward", id="ddp"), pytest.param({"sharded": True}, "step", id="fsdp2"),
     pytest.param({"optimizer": "nesterov"}, "step", id="nesterov"),
     pytest.param(REPLICA | {"sharded": True, "ranks": 4}, "boundary", id="hsdp-replica"),
-    pytest.param({"megatron": True, "kind": "replica"}, "step", id="megatron-replica"),
+    pytest.param({"instances": 1, "kind": "replica"}, "step", id="megatron-replica"),
     *(pytest.param(how, instant, id=name, marks=pytest.mark.slow) for name, how, instant in [
-        ("megatron", {"megatron": True}, "forward"), ("views", {"views": True}, "boundary"),
-        ("old", {"optimizer": "old"}, "forward"),
+        ("megatron", {"instances": 1}, "forward"), ("whole", {"instances": 0, "kind": "replica"}, "backward"),
+        ("instances", {"instances": 2, "ranks": 4, "kind": "replica"}, "boundary"),
+        ("views", {"views": True}, "boundary"), ("old", {"optimizer": "old"}, "forward"),
         ("hsdp", {"sharded": True, "ranks": 4}, "backward"), ("ddp-replica", REPLICA, "step"),
         ("fsdp2-replica", REPLICA | {"sharded": True}, "backward"),
     ]),
