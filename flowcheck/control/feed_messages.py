@@ -1,4 +1,4 @@
-"""Messages of the records protocol of a job whose gradients rank 0 sends itself (design 14).
+"""Messages of the records protocol of a job whose ranks send their gradients (design 14).
 
 Standard library only.
 """

@@ -291,7 +291,7 @@ class Job:
     """kind: of its versions. REPLICA: the node applies `optimizer` itself. LOG: it keeps gradients and step records,
     from which the trainer's own optimizer, whatever that is, redoes its steps; `optimizer` is absent.
 
-    source: of its gradients. MIRROR: packets say them. FEED: rank 0 sends them as its optimizer reads them, so of the
+    source: of its gradients. MIRROR: packets say them. FEED: ranks send them as their optimizers read them, so of the
     communicator only `ranks` counts, there are no flows, and `steady` has one AllReduce for each bucket that is sent.
     """
 

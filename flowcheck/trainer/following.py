@@ -74,7 +74,7 @@ class Following:
                             remedy='kind="replica", with an optimizer that has a kernel')
         self._leads = dist.get_rank(part.group) == 0
         if source == FEED:
-            self.watch: Watch | Feed = Feed(part.group, optimizer, self.described, run_id, epoch, self._leads, say)
+            self.watch: Watch | Feed = Feed(part.group, optimizer, self.described, run_id, epoch, say)
             self._topology: Topology = dict
         else:
             self.watch = self._watch(topology, collectives, run_id, epoch)

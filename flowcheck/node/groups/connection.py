@@ -187,19 +187,17 @@ class Connection:
     def _feed(self, group: Intake, message: Fed | Unfed, size: int) -> bool:
         """Gradients go where they belong, and not through the inbox: who sends them waits for an arena, and nobody
         else. True: the next message may come."""
-        feeding = group.feeding
-        if self._hello.rank != 0:
-            raise RecordsError("gradients come from rank 0", where=self._link.peer)
+        feeding, rank = group.feeding, self._hello.rank
         if isinstance(message, Unfed):
             if feeding is not None:
                 feeding.withhold(message)
             return True
         if not size:
             raise RecordsError("gradients without a payload", where=self._link.peer)
-        wanted = feeding is not None and feeding.wait(message, lambda: self._link.over)
+        wanted = feeding is not None and feeding.wait(rank, message, lambda: self._link.over)
         data = self._link.payload(size)
         if wanted and feeding is not None:
-            feeding.give(message, data)
+            feeding.give(rank, message, data)
         return True
 
     def _limits(self) -> Limits:
@@ -215,7 +213,7 @@ class Connection:
         sizes["base"] = BASE_PART if plan.job.kind == LOG else 0
         sizes["fed"] = BASE_PART if plan.job.source == FEED else 0
         if self._hello.rank != 0:
-            del sizes["state"], sizes["base"], sizes["fed"]
+            del sizes["state"], sizes["base"]
         return Limits(TEXT, sizes, 30.0)
 
     def _send(self, message: Any) -> None:

@@ -1,10 +1,10 @@
-"""Gradients that rank 0 sends, on their way from its connection to the arenas of the job that is followed.
+"""Gradients that ranks send, on their way from their connections to the arenas of the job that is followed.
 
     feeding = Feeding(arenas, clock)
-    feeding.wait(message, over)         until there is an arena for it; False: nobody wants it
-    feeding.give(message, data)         bytes of a bucket
+    feeding.wait(rank, message, over)   until there is an arena for it; False: nobody wants it
+    feeding.give(rank, message, data)   bytes of a bucket
     feeding.withhold(message)           an iteration of which none come
-    feeding.left()                      the connection has ended
+    feeding.left(rank)                  its connection has ended
 
 Any thread. Iterations are counted as the trainer does.
 """
@@ -26,17 +26,17 @@ class Feeding:
     def __init__(self, arenas: FedArenas, clock: Clock) -> None:
         self._arenas, self._clock = arenas, clock
 
-    def wait(self, message: Fed, over: Callable[[], bool]) -> bool:
-        """over: has the connection been closed?"""
-        return self._arenas.wait(self._clock.iteration(message.iteration), over)
+    def wait(self, rank: int, message: Fed, over: Callable[[], bool]) -> bool:
+        """over: has the connection been closed? Raises UserError: nothing is to come from this rank."""
+        return self._arenas.wait(rank, self._clock.iteration(message.iteration), over)
 
-    def give(self, message: Fed, data: bytes | bytearray) -> None:
-        """Raises UserError: these are not bytes of the job, or they are damaged."""
-        self._arenas.give(self._clock.iteration(message.iteration), message.bucket, message.first, data, message.total,
-                          message.sum)
+    def give(self, rank: int, message: Fed, data: bytes | bytearray) -> None:
+        """Raises UserError: these are not bytes that come from this rank, or they are damaged."""
+        self._arenas.give(rank, self._clock.iteration(message.iteration), message.bucket, message.first, data,
+                          message.total, message.sum)
 
     def withhold(self, message: Unfed) -> None:
         self._arenas.withhold(self._clock.iteration(message.iteration), message.why)
 
-    def left(self) -> None:
-        self._arenas.left("the connection that sent gradients has ended")
+    def left(self, rank: int) -> None:
+        self._arenas.left(rank, f"the connection of rank {rank} has ended")

@@ -4,7 +4,7 @@
     intake.put(inbound), .announce(...)      a connection has read something
     intake.refused(run)                      why a run is not taken any more, "": it is
     intake.plan                              what payloads are checked against
-    intake.feeding                           where gradients go that rank 0 sends; None: nowhere
+    intake.feeding                           where gradients go that ranks send; None: nowhere
     intake.tick()                            one message, and what had to wait
 
     manifest and flows -> a plan (planning.py) -> session -> its first state (first_state.py) -> records, ranges
@@ -254,8 +254,8 @@ class Intake(Feed):
                 self._ledger.left(member.rank)
             if member.rank == 0 and self._group.session is not None:
                 self._group.session.withdraw()
-            if member.rank == 0 and self.feeding is not None and 0 not in self.ranks.members:
-                self.feeding.left()
+            if self.feeding is not None and member.rank not in self.ranks.members:
+                self.feeding.left(member.rank)
 
     def _handle_this(self, inbound: Inbound) -> None:
         member, message = inbound.member, inbound.message

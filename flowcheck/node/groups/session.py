@@ -5,7 +5,7 @@
     session.record(...), announce(iteration), state(...)       what trainers send, on the same thread
     session.begin(path, left)                                  they are not asked for a state, but for ranges of it
 
-It has a follower (rebuild/version/follower.py), whose arenas are a mirror's, or what rank 0 sends (`fed`), and adds
+It has a follower (rebuild/version/follower.py), whose arenas are a mirror's, or what ranks send (`fed`), and adds
 what only a node has.
 
 Whatever it is given or asked returns events; they are to be handled one by one, because versions and arenas are

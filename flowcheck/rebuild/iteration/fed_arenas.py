@@ -1,14 +1,15 @@
-"""A trainer that sends its gradients, as a source of arenas: what its optimizer has read, bucket by bucket.
+"""Trainers that send their gradients, as a source of arenas: what their optimizers have read, bucket by bucket.
 
     arenas = FedArenas(plan, sum_of)
-    arenas.wait(iteration, over)                    a connection: until there is an arena; False: nobody wants it
-    arenas.give(iteration, bucket, first, data, total, sum)     the same
+    arenas.wait(rank, iteration, over)              a connection: until there is an arena; False: nobody wants it
+    arenas.give(rank, iteration, bucket, first, data, total, sum)       the same
     arenas.withhold(iteration, why)                 that does not come; "": it is of no use, and counts as zeros
-    arenas.left(why)                                nothing more of what is open comes
+    arenas.left(rank, why)                          nothing more comes from this one, until `wait`
 
-A bucket is there when all of its bytes are, and their checksum is the trainer's; never in part. An iteration closes
-when all buckets are there, when the trainer or the end of its connection has said that they do not come, or when
-gradients of a later one have come: they are sent in order.
+Of ranks that have the same each sends its share (flowcheck/job/givers.py), and nothing of another's. A bucket is there
+when all of its bytes are, and their checksum is the trainer's; never in part. An iteration closes when all buckets are
+there, when a rank or the end of its connection has said that they do not come, or when a rank of which some lack has
+sent gradients of a later one: each sends in order.
 
 Connections give and wait, on threads of their own, and one thread judges. Memory: `arenas` iterations of gradients.
 """
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.job.givers import givers
 from flowcheck.rebuild.iteration.collector import Judged
 from flowcheck.rebuild.iteration.evidence import BucketCoverage
 from flowcheck.rebuild.iteration.intervals import intervals
@@ -59,24 +61,34 @@ class FedArenas:
         self._memory = np.frombuffer(anonymous(max(self.capacity * self._bytes, 1)), np.uint8)
         self._iterations: dict[int, _Iteration] = {}
         self._changed = threading.Condition()
-        self._oldest, self._begun, self._coming = 0, -1, 0
+        sizes = [place.nbytes for place in plan.iteration_buckets(1)]
+        self._givers = givers(sizes, plan.job.communicator.ranks)
+        self._coming = dict.fromkeys(self._givers, 0)  # the newest iteration of each that has a share
+        self._gone: dict[int, str] = {}  # of those, who has left, and why
+        self._oldest, self._begun = 0, -1
         self._taken = self._seen = 0  # messages
         self._ended = False
 
     # -- connections --
 
-    def wait(self, iteration: int, over: Callable[[], bool]) -> bool:
-        """Until there is an arena for an iteration. over: has the connection been closed? False: it has passed."""
+    def wait(self, rank: int, iteration: int, over: Callable[[], bool]) -> bool:
+        """Until there is an arena for an iteration. over: has the connection been closed? False: it has passed. Raises
+        UserError: nothing is to come from this rank."""
+        if rank not in self._coming:
+            raise UserError(f"no gradients come from rank {rank}", where=NAME)
         with self._changed:
-            self._coming = max(self._coming, iteration)
+            self._gone.pop(rank, None)
+            self._coming[rank] = max(self._coming[rank], iteration)
             while iteration >= self._oldest + self.capacity and not self._ended and not over():
                 self._changed.wait(LOOK_SECONDS)
             return self._wanted(iteration)
 
-    def give(self, iteration: int, bucket: int, first: int, data: bytes | bytearray, total: int, checksum: str) -> None:
+    def give(
+        self, rank: int, iteration: int, bucket: int, first: int, data: bytes | bytearray, total: int, checksum: str
+    ) -> None:
         """Bytes of a bucket, from byte `first` on, of one that `wait` has said True of. total, checksum: of the bucket.
-        Raises UserError: it is not what comes next of a bucket of the manifest's, or its bytes are damaged."""
-        place = self._place(iteration, bucket)
+        Raises UserError: it is not what comes next of a bucket of this rank's, or its bytes are damaged."""
+        place = self._place(rank, iteration, bucket)
         with self._changed:
             if not self._wanted(iteration):
                 return
@@ -84,7 +96,7 @@ class FedArenas:
             due = place is not None and bucket not in one.there and (total, first) == (place.nbytes, one.came[bucket])
             if place is None or not due or first + len(data) > total:
                 raise UserError(f"bytes {first} to {first + len(data)} of {total} of bucket {bucket} of iteration"
-                                f" {iteration} are not what comes next", where=NAME)
+                                f" {iteration} are not what comes next from rank {rank}", where=NAME)
             at = place.offset + first
             self._region(iteration)[at : at + len(data)] = np.frombuffer(data, np.uint8)
             one.came[bucket] += len(data)
@@ -111,14 +123,18 @@ class FedArenas:
                 self._region(iteration)[:] = 0
                 one.there = set(range(len(one.came)))
 
-    def left(self, why: str) -> None:
+    def left(self, rank: int, why: str) -> None:
         with self._changed:
+            if rank in self._coming:
+                self._gone[rank] = why
             for one in self._iterations.values():
-                one.why = one.why or why
+                if rank in self._lacking(one):
+                    one.why = one.why or why
 
-    def _place(self, iteration: int, bucket: int) -> BucketPlace | None:
+    def _place(self, rank: int, iteration: int, bucket: int) -> BucketPlace | None:
+        """None: that is not this rank's."""
         places = self.plan.iteration_buckets(iteration)
-        return places[bucket] if bucket < len(places) else None
+        return places[bucket] if bucket < len(places) and self._givers[bucket] == rank else None
 
     def _wanted(self, iteration: int) -> bool:
         one = self._iterations.get(iteration)
@@ -129,6 +145,7 @@ class FedArenas:
         if iteration not in self._iterations:
             self._iterations[iteration] = one = _Iteration([0] * len(self.plan.iteration_buckets(iteration)))
             one.there = {place.index for place in self.plan.iteration_buckets(iteration) if not place.nbytes}
+            one.why = next(iter(self._gone.values()), "")
             one.first = one.last = time.time_ns()
             self._begun = max(self._begun, iteration)
         self._taken += 1
@@ -160,11 +177,16 @@ class FedArenas:
 
     def due(self) -> range:
         with self._changed:
-            first = min(self._iterations, default=self._coming)
+            first = min(self._iterations, default=max(self._coming.values(), default=0))
             if first > self._oldest or first not in self._iterations:
                 return range(self._oldest, first)
-            over = self._iterations[first].why or self._ended or first < self._coming
+            one = self._iterations[first]
+            over = one.why or self._ended or any(self._coming[giver] > first for giver in self._lacking(one))
             return range(first, first + 1) if over or self._whole(first) else range(0)
+
+    def _lacking(self, one: _Iteration) -> set[int]:
+        """Ranks of which buckets are not there."""
+        return {giver for bucket, giver in enumerate(self._givers) if bucket not in one.there}
 
     def is_whole(self, iteration: int) -> bool:
         with self._changed:

@@ -8,7 +8,7 @@
 
 At the hook of the optimizer's step gradients are final, whatever has made them: reduced, divided, unscaled, clipped. So
 the manifest says no factor, and neither does a record. Where a fused optimizer unscales them itself they are not, and
-the job is refused by name. Of ranks that hold the same rank 0 sends, and no other.
+the job is refused by name. Ranks that hold the same send each a share of it (flowcheck/job/givers.py).
 
 It has the face of a Watch (describe/description.py) for whoever follows a part. The training thread.
 """
@@ -38,19 +38,19 @@ UNTAKEN = "no gradients were taken: the optimizer's step was not heard"
 
 
 class Feed:
-    """leads: this is rank 0. group: of ranks that hold the same. say: a line of the log."""
+    """group: of ranks that hold the same. say: a line of the log."""
 
     passes = 1
     whole = False
 
     def __init__(
         self, group: dist.ProcessGroup, optimizer: torch.optim.Optimizer, described: Model, run_id: str, epoch: int,
-        leads: bool, say: Callable[[str], None],
+        say: Callable[[str], None],
     ) -> None:
         self._group, self._optimizer, self._described = group, optimizer, described
-        self._identity, self._leads, self._say = (run_id, epoch), leads, say
+        self._identity, self._say = (run_id, epoch), say
         self._layout: FeedLayout | None = None
-        self._slots: Slots | None = None
+        self._slots: Slots | None = None  # also where this rank has no share
         self._taken: Slot | None = None
         self._why = UNTAKEN
         self.skipped = 0  # steps that were not copied, because both slots were on their way
@@ -65,7 +65,7 @@ class Feed:
             raise UserError("the optimizer unscales gradients itself (fused, with a GradScaler)", where="optimizer",
                             remedy="scaler.unscale_(optimizer) before its step; or no fused=True")
         if self._layout is None:
-            self._layout = feed_layout(self._described, self._optimizer)
+            self._layout = feed_layout(self._described, self._optimizer, dist.get_world_size(self._group))
         if self._slots is None:
             return
         if not followed or not last:
@@ -97,7 +97,7 @@ class Feed:
     def over(self, senders: Sequence[Sender], it: Over) -> None:
         slot, self._taken = self._taken, None
         why, self._why = self._why, UNTAKEN
-        if not self._leads:
+        if self._slots is None:
             return
         for sender in senders:  # one way for all: what is not sent comes after what was
             if it.skipped or slot is None:
@@ -112,9 +112,11 @@ class Feed:
         """passes: nothing of it is heard."""
         if self._layout is None:
             return None
-        if self._leads and self._slots is None:
-            self._slots = Slots(self._layout)
-        return self._layout.job(self._described, self._identity, dist.get_world_size(self._group), self._optimizer)
+        ranks = dist.get_world_size(self._group)
+        share = self._layout.share(dist.get_rank(self._group), ranks)
+        if share.buckets and self._slots is None:
+            self._slots = Slots(share)
+        return self._layout.job(self._described, self._identity, ranks, self._optimizer)
 
     def again(self, iteration: int) -> str:
         return ""

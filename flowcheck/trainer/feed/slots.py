@@ -50,17 +50,18 @@ class _Pieces(Iterator[tuple[Fed | Unfed, memoryview]]):
             raise StopIteration
         self._next += 1
         data = self._slot.bytes_of(number)
-        return Fed(self._iteration, number, len(data), self._slot.sum(number), 0), data
+        bucket = self._slot.numbers[number]
+        return Fed(self._iteration, bucket, len(data), self._slot.sum(number), 0), data
 
 
 class Slot:
     """stream: of the device that has the gradients; None: this machine's memory has them, and `thread` copies.
 
-    buckets: 1-D, as the layout says. nbytes: of all of them. spoilt: gradients were written to before they were copied.
-    """
+    buckets: 1-D, as the layout says. numbers: of these, in the manifest. nbytes: of all of them. spoilt: gradients were
+    written to before they were copied."""
 
     def __init__(self, layout: FeedLayout, thread: ThreadPoolExecutor, stream: Any) -> None:
-        self._layout, self._thread, self._stream = layout, thread, stream
+        self._layout, self._thread, self._stream, self.numbers = layout, thread, stream, layout.numbers
         pinned = stream is not None
         self.buckets = [torch.empty(count, dtype=layout.dtype, pin_memory=pinned) for count in layout.elements]
         self.nbytes = sum(one.nbytes for one in self.buckets)

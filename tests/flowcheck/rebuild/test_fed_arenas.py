@@ -22,11 +22,11 @@ COUNTS = (1000, 33)  # elements of the buckets
 ARENAS = 3
 
 
-def fed_arenas() -> FedArenas:
+def fed_arenas(ranks: int = 1) -> FedArenas:
     calls = [{"op": "AllReduce", "count": count} for count in COUNTS]
     names = [f"p{number}" for number in range(len(COUNTS))]
     job = job_from_dict({
-        "communicator": {"ranks": 1, "nccl_version": "0.0"}, "flows": [],
+        "communicator": {"ranks": ranks, "nccl_version": "0.0"}, "flows": [],
         "collectives": {"startup": [], "iteration_0": calls, "rebuild": [], "steady": calls},
         "buckets": {"iteration_0": [], "steady": [{"slices": [{"name": name, "offset": 0, "length": count}]}
                                                   for name, count in zip(names, COUNTS, strict=True)]},
@@ -40,12 +40,14 @@ def bucket(iteration: int, number: int) -> bytes:
     return np.random.default_rng([iteration, number]).bytes(4 * COUNTS[number])
 
 
-def send(arenas: FedArenas, iteration: int, number: int, cuts: tuple[int, ...] = (), checksum: str = "") -> None:
+def send(
+    arenas: FedArenas, iteration: int, number: int, cuts: tuple[int, ...] = (), checksum: str = "", rank: int = 0
+) -> None:
     data = bucket(iteration, number)
     edges = [0, *sorted(cut for cut in set(cuts) if 0 < cut < len(data)), len(data)]
     for first, end in itertools.pairwise(edges):
-        if arenas.wait(iteration, lambda: False):
-            arenas.give(iteration, number, first, data[first:end], len(data),
+        if arenas.wait(rank, iteration, lambda: False):
+            arenas.give(rank, iteration, number, first, data[first:end], len(data),
                         checksum or sum_text(bytearray(data)))
 
 
@@ -77,7 +79,7 @@ def test_a_bucket_that_is_damaged_is_not_there() -> None:
     with pytest.raises(UserError):
         send(arenas, 0, 0, checksum="0" * 16)
     assert not arenas.due()
-    arenas.left("the connection has ended")
+    arenas.left(0, "the connection has ended")
     assert arenas.due() == range(1)
     arenas.close(range(1))
     judged = arenas.judge(0, record=True, follows=True)
@@ -89,7 +91,7 @@ def test_a_bucket_that_is_damaged_is_not_there() -> None:
 def test_what_is_not_of_the_job_is_refused(first: int, number: int, total: int) -> None:
     arenas = fed_arenas()
     with pytest.raises(UserError):
-        arenas.give(0, number, first, bytes(8), total, "0" * 16)
+        arenas.give(0, 0, number, first, bytes(8), total, "0" * 16)
 
 
 def test_a_bucket_comes_once() -> None:
@@ -160,3 +162,33 @@ def test_nobody_waits_for_one_that_has_stopped() -> None:
     arenas.stop()
     waiter.join()
     assert arenas.begun == -1
+
+
+def test_each_of_two_ranks_sends_its_share() -> None:
+    arenas = fed_arenas(2)
+    send(arenas, 0, 0)
+    send(arenas, 1, 0)
+    assert not arenas.due()  # what the other one sends may come
+    with pytest.raises(UserError):
+        send(arenas, 1, 1)
+    send(arenas, 0, 1, rank=1)
+    assert end(arenas, arenas.due())
+    send(arenas, 2, 1, rank=1)
+    assert arenas.due() == range(1, 2) and not end(arenas, range(1, 2))
+    with pytest.raises(UserError):
+        send(arenas, 2, 1, rank=2)
+
+
+def test_who_has_left_is_not_waited_for_until_it_comes_again() -> None:
+    arenas = fed_arenas(2)
+    for iteration in (0, 1):
+        send(arenas, iteration, 0)
+    send(arenas, 0, 1, rank=1)
+    arenas.left(1, "it has left")
+    assert end(arenas, range(1)) and arenas.due() == range(1, 2)  # of the first all was there
+    assert not end(arenas, range(1, 2))
+    send(arenas, 2, 0)
+    assert arenas.due() == range(2, 3) and not end(arenas, range(2, 3))
+    send(arenas, 3, 1, rank=1)
+    send(arenas, 3, 0)
+    assert end(arenas, range(3, 4))

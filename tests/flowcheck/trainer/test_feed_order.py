@@ -40,7 +40,7 @@ def test_a_step_that_is_not_sent_is_said_after_those_that_are(wrapped: Callable[
     model = wrapped(torch.nn.Linear(3, 2, bias=False))
     optimizer, part, said = torch.optim.Adam(model.parameters()), Ddp(model), list[str]()
     model.module.weight.grad = torch.ones(2, 3)
-    feed = Feed(part.group, optimizer, entries(part, optimizer, LOG), "run", 0, True, said.append)
+    feed = Feed(part.group, optimizer, entries(part, optimizer, LOG), "run", 0, said.append)
     connection = Connection()
 
     def step(number: int, skipped: bool = False) -> None:

@@ -32,7 +32,7 @@ def parameters() -> list[torch.nn.Parameter]:
 @pytest.fixture
 def layout(parameters: list[torch.nn.Parameter]) -> FeedLayout:
     return FeedLayout([[("a", parameters[0]), ("b", parameters[1])], [("c", parameters[2]), ("d", parameters[3])]],
-                      torch.float32, torch.device("cpu"))
+                      torch.float32, torch.device("cpu"), range(2))
 
 
 @pytest.fixture
