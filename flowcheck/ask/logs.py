@@ -45,12 +45,13 @@ _FIELDS = {"run_id": str, "epoch": int, "shard": str, "first": int, "job": dict,
 _RECORD = {"groups": list, "skipped": bool, "checksums": dict}
 
 
-def makes(steps: Sequence[int], entries: range) -> range:
+def makes(job: Job, steps: Sequence[int], entries: range) -> range:
     """Steps that can be made. steps: of the pieces of a base. entries: iterations that are there, without a hole.
-    A step's options and buffers are in the record before it, so one that follows no entry lacks them."""
-    if min(steps) < entries.start or not entries:
+    Buffers are as the record before a step says, so a step that follows no entry lacks them."""
+    if min(steps) < entries.start:
         return range(0)
-    return range(max(*steps, entries.start + 1), entries.stop + 1)
+    buffers = any(entry.kind == "buffer" for entry in job.model)
+    return range(max(steps) + buffers, entries.stop + 1)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class LogHead:
     @property
     def steps(self) -> range:
         """That can be made of it."""
-        return makes([step for step, _, _ in self.pieces], range(self.begins, self.begins + len(self.entries)))
+        return makes(self.job, [step for step, _, _ in self.pieces],
+                     range(self.begins, self.begins + len(self.entries)))
 
     @property
     def nbytes(self) -> int:
@@ -109,8 +111,9 @@ class LogHead:
             raise AskError(f"is of a job that is none: {error.what}", where=where) from None
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise AskError(f"is no log: {error}", where=where) from None
+        begins = entries[0][0] if entries else min(step for step, _, _ in pieces)
         return cls(said["run_id"], said["epoch"], said["shard"], job, said["first"], pieces,
-                   tuple(nbytes for _, nbytes in entries), entries[0][0] if entries else 0)
+                   tuple(nbytes for _, nbytes in entries), begins)
 
 
 class OpenLog:

@@ -318,6 +318,8 @@ class Attachment(IterationInputs):
             one.describe()
         self._describe()
         if not any(one.manifest is not None for one in self._parts):
+            for one in self._parts:
+                one.watch.why = f"{where}: {what}; waiting for an iteration without that"
             return ""  # whatever it was, no version was built on it
         self._renewals = [one for one in self._renewals if one > self.number - RENEWED_WITHIN] + [self.number]
         if len(self._renewals) > RENEWALS:
@@ -362,7 +364,7 @@ class Attachment(IterationInputs):
             self._keeper.look(self._say)
             for one in self._parts:
                 one.before_step(self._hooks.is_last)
-            self._changes.ready()
+            self._changes.ready(self._hooks.are_near)
             check_gradients(self._described, self._optimizer, all_there=self._changes.complete)
             self._stepping()
         except Exception as error:

@@ -3,7 +3,7 @@
     changes = Changes(optimizer, gradients, constants, names)
     changes.reduced(0)                          a backward pass is over: part 0 has reduced its gradients
     changes.compare(); ...; changes.altered()   around something that is known to change gradients (clipping, unscale_)
-    changes.ready(); changes.stepped()          right before the optimizer's update, and right after it
+    changes.ready(True); changes.stepped()      right before the optimizer's update, and right after it
     changes.over(1) -> Change | None            at a boundary, after so many steps: the first thing that was changed
     changes.begin()                             as things are now they are right
 
@@ -190,14 +190,15 @@ class Changes:
         """From the next iteration on each has a backward pass that is heard of."""
         self._gradients[part].expected = expected and bool(self._gradients[part].parameters)
 
-    def ready(self) -> None:
-        """Right before the update, with the gradients that it takes."""
+    def ready(self, alone: bool) -> None:
+        """Right before the update, with the gradients that it takes. alone: nothing of the script's comes between this
+        and `stepped`. Else what it writes there would be taken for the optimizer's."""
         self.compare()
         if not self.complete and any(one.expected and not one.held for one in self._gradients):
             self._find("the optimizer stepped with gradients that no backward pass of this iteration has reduced: is"
                        " attachment.step() called before optimizer.step()?", Rule.REFUSED)
         self._look_through_window()
-        self._before = self._written() if self._said()[0] is None else None
+        self._before = self._written() if alone and self._said()[0] is None else None
 
     def stepped(self) -> None:
         """Right after the update."""

@@ -4,6 +4,7 @@
     hooks.begin(); ...; hooks.end()
     hooks.steps                     since the caller has set it to 0
     hooks.is_last                   does nothing come between `ready` and the update?
+    hooks.are_near                  nor between the update and `stepped`?
     hooks.keep_places()             at a boundary, whatever other hooks the script has registered meanwhile
 
 A class whose step() calls that of the class above it makes one step, not two: torch calls hooks for each of them, and
@@ -39,6 +40,7 @@ class StepHooks:
     def begin(self) -> None:
         self._handles = (self._optimizer.register_step_pre_hook(self._before_step),
                          self._optimizer.register_step_post_hook(self._after_step))
+        self.keep_places()
 
     def end(self) -> None:
         if self._handles is not None:
@@ -52,6 +54,11 @@ class StepHooks:
     def is_last(self) -> bool:
         hooks = self._optimizer._optimizer_step_pre_hooks
         return self._handles is not None and next(reversed(hooks), None) == self._handles[0].id
+
+    @property
+    def are_near(self) -> bool:
+        hooks = self._optimizer._optimizer_step_post_hooks
+        return self.is_last and self._handles is not None and next(iter(hooks), None) == self._handles[1].id
 
     def keep_places(self) -> None:
         """Before the update comes what was registered first, and after it what comes first: the hook that looks at

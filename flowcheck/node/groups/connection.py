@@ -190,7 +190,7 @@ class Connection:
         feeding, rank = group.feeding, self._hello.rank
         if isinstance(message, Unfed):
             if feeding is not None:
-                feeding.withhold(message)
+                feeding.withhold(rank, message)
             return True
         if not size:
             raise RecordsError("gradients without a payload", where=self._link.peer)

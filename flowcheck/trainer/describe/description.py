@@ -93,7 +93,7 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
             if id(p) in steps and id(p) not in names and id(p) not in part.others]
     if lost:
         raise _refuse(f"has a parameter of shape {tuple(lost[0].shape)} that is not in the model's state_dict",
-                      "optimizer", "give it the parameters of the model that DDP wraps")
+                      "optimizer", "make it of the parameters that the model has after it was wrapped or sharded")
     for name, value in reduced:
         if id(value) not in steps:  # who steps it would not be seen
             raise _refuse(f"has no {name}, whose gradient {part.by} reduces", "optimizer",

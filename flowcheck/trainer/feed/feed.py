@@ -16,6 +16,7 @@ It has the face of a Watch (describe/description.py) for whoever follows a part.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ __all__ = ["Feed"]
 BUSY = "the copies of two earlier steps are still on their way to a node"
 NOT_FOLLOWED = "no node was ready for gradients when the step was made"
 NOT_LAST = "another hook came between the copy of gradients and the optimizer's update"
+EARLY = "gradients were formed since the optimizer's last step: is attachment.step() called before optimizer.step()?"
 UNTAKEN = "no gradients were taken: the optimizer's step was not heard"
 
 
@@ -52,6 +54,9 @@ class Feed:
         self._layout: FeedLayout | None = None
         self._slots: Slots | None = None  # also where this rank has no share
         self._taken: Slot | None = None
+        self._empty = False  # all that this rank has to send has no elements
+        self._formed = False  # gradients, since the last step
+        self._listener: Any = None  # hears that
         self._why = UNTAKEN
         self.skipped = 0  # steps that were not copied, because both slots were on their way
         self.why = "the optimizer's first step is waited for"
@@ -66,6 +71,7 @@ class Feed:
                             remedy="scaler.unscale_(optimizer) before its step; or no fused=True")
         if self._layout is None:
             self._layout = feed_layout(self._described, self._optimizer, dist.get_world_size(self._group))
+        self._formed = False
         if self._slots is None:
             return
         if not followed or not last:
@@ -95,13 +101,16 @@ class Feed:
             self._taken.end()
 
     def over(self, senders: Sequence[Sender], it: Over) -> None:
+        """Raises UserError: this is not where an iteration ends."""
         slot, self._taken = self._taken, None
         why, self._why = self._why, UNTAKEN
-        if self._slots is None:
+        if self._formed and not it.skipped:
+            raise UserError(EARLY, where=f"iteration {it.number}", remedy="attachment.step() after optimizer.step()")
+        if self._slots is None and not self._empty:
             return
         for sender in senders:  # one way for all: what is not sent comes after what was
             if it.skipped or slot is None:
-                nothing = Unfed(it.number, "" if it.skipped else why)
+                nothing = Unfed(it.number, "" if it.skipped or self._empty else why)
                 sender.put_bulk(sender.feed, iter([(nothing, memoryview(b""))]), 0)
             else:
                 sender.put_bulk(sender.feed, slot.pieces(it.number), slot.nbytes)
@@ -114,9 +123,22 @@ class Feed:
             return None
         ranks = dist.get_world_size(self._group)
         share = self._layout.share(dist.get_rank(self._group), ranks)
-        if share.buckets and self._slots is None:
+        self._empty = bool(share.buckets) and not sum(share.elements)
+        if share.buckets and not self._empty and self._slots is None:
             self._slots = Slots(share)
+        self._listen()
         return self._layout.job(self._described, self._identity, ranks, self._optimizer)
+
+    def _listen(self) -> None:
+        """To the backward passes. What Megatron-Core steps has none."""
+        held = (one for bucket in self._layout.buckets for _, one in bucket) if self._layout is not None else ()
+        one = next((one for one in held if one.requires_grad and one.is_leaf and one.numel()), None)
+        if one is not None and self._listener is None:
+            self._listener = one.register_post_accumulate_grad_hook(self._heard)
+
+    def _heard(self, _: torch.Tensor) -> None:
+        """Called by torch."""
+        self._formed = True
 
     def again(self, iteration: int) -> str:
         return ""
@@ -133,3 +155,6 @@ class Feed:
         """No step is copied any more. May be called twice."""
         if self._slots is not None:
             self._slots.close()
+        if self._listener is not None:
+            self._listener.remove()
+            self._listener = None

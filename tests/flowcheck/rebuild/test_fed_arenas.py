@@ -107,7 +107,7 @@ def test_a_skipped_step_counts_as_zeros() -> None:
     send(arenas, 0, 1)
     end(arenas, range(1))
     for iteration in range(1, 4):  # in the arena of the first, too
-        arenas.withhold(iteration, "")
+        arenas.withhold(0, iteration, "")
         assert arenas.due() == range(iteration, iteration + 1)
         assert not arenas.region(iteration).any()
         arenas.close(arenas.due())
@@ -121,7 +121,7 @@ def test_what_does_not_come_is_not_waited_for(said: bool) -> None:
     send(arenas, 0, 0)
     assert not arenas.due()
     if said:
-        arenas.withhold(0, "both slots are on their way")
+        arenas.withhold(0, 0, "both slots are on their way")
     send(arenas, 1, 0)
     assert arenas.due() == range(1)
     assert not end(arenas, range(1))
@@ -177,6 +177,8 @@ def test_each_of_two_ranks_sends_its_share() -> None:
     assert arenas.due() == range(1, 2) and not end(arenas, range(1, 2))
     with pytest.raises(UserError):
         send(arenas, 2, 1, rank=2)
+    with pytest.raises(UserError):
+        arenas.withhold(2, 2, "")
 
 
 def test_who_has_left_is_not_waited_for_until_it_comes_again() -> None:

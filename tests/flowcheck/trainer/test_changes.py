@@ -523,3 +523,28 @@ def test_buffers_that_each_rank_has_of_its_own(training) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has another name for it, too
         one = training(layer=Every(), wraps={"broadcast_buffers": False})
     assert one.attachment.state == "refused" and "broadcast_buffers" in one.attachment.why
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before attach", "after attach"])
+def test_what_a_hook_of_the_step_writes_is_not_taken_for_the_step(
+    training: Callable[..., Training], hand_node: HandNode, early: bool
+) -> None:
+    """Also if it came between what looks before the step and what looks after it when the first one was made."""
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        with torch.no_grad():
+            for one in optimizer.param_groups[0]["params"]:
+                one.mul_(0.5)
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        if early:
+            optimizer.register_step_post_hook(halve)
+        return optimizer
+
+    mine = training(make=make)
+    if not early:
+        mine.optimizer.register_step_pre_hook(halve)
+    connected(mine, hand_node)
+    mine.iterate(20)
+    assert mine.attachment.state == "refused"

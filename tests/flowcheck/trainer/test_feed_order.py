@@ -6,10 +6,12 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.control.protocol import Fed, Unfed
+from flowcheck.errors import UserError
 from flowcheck.job.model import LOG
 from flowcheck.trainer.connection.bulk_queue import BulkQueue
 from flowcheck.trainer.describe.description import entries
@@ -61,3 +63,25 @@ def test_a_step_that_is_not_sent_is_said_after_those_that_are(wrapped: Callable[
         assert connection.sent() == [(Fed, 1), (Unfed, 2), (Fed, 3), (Unfed, 4)]
         step(5)
         assert connection.sent() == [(Fed, 5)]
+
+
+def test_a_boundary_between_backward_and_step_is_refused(wrapped: Callable[..., DistributedDataParallel]) -> None:
+    model = wrapped(torch.nn.Linear(3, 2, bias=False))
+    optimizer, part = torch.optim.Adam(model.parameters()), Ddp(model)
+    feed = Feed(part.group, optimizer, entries(part, optimizer, LOG), "run", 0, lambda why: None)
+
+    def iterate(number: int, early: bool = False) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        for ends in (early, not early):
+            if ends:
+                feed.over([], Over(number, None, None, False, False, lambda: None, 0, True, ""))
+            else:
+                feed.before_step(last=True, followed=True)
+                feed.after_step()
+
+    with closing(feed):
+        iterate(0)
+        assert feed.look() is not None
+        iterate(1)
+        with pytest.raises(UserError):
+            iterate(2, early=True)

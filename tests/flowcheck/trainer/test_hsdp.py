@@ -389,7 +389,7 @@ def test_what_is_changed_in_shards_is_seen(world, what: str) -> None:
         one.backward()
         if turn:
             between(one)
-        changes.ready()
+        changes.ready(True)
         one.optimizer.step()
         changes.stepped()
         one.optimizer.zero_grad()

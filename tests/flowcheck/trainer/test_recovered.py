@@ -127,7 +127,7 @@ def test_pieces_of_megatron_are_put_where_its_optimizers_have_them(monkeypatch: 
         def load(self, values: Any, state: Any) -> None:
             said.append((sorted(values), state["param_groups"], sorted(state["state"])))
 
-    monkeypatch.setattr(recovered, "Pieces", Pieces)
+    monkeypatch.setattr(recovered, "pieces_of", Pieces)
     monkeypatch.setattr(recovered, "instances", lambda model: 2 if model is job.model else 0)
     job.model = torch.nn.ParameterDict({"of another name": job.model["w"], "b": job.model["b"]})
     VERSION.load(job.model, job.optimizer)

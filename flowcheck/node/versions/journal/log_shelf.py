@@ -27,7 +27,8 @@ from flowcheck.control.start import line_of as line_of_start
 from flowcheck.control.version import seal
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
-from flowcheck.job.model import dtype_size
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Job, dtype_size
 from flowcheck.job.version_status import UNVERIFIED
 from flowcheck.journal.reader import Memory, RingReader
 from flowcheck.node.versions.held import Gone, Held, Holding, inode_of
@@ -76,9 +77,16 @@ class _Known:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._opened: RingReader | None = None
+        self._job: tuple[About, Job] | None = None
         self._heads: dict[bytes, tuple[str, int]] = {}  # line, and bytes of the entry as it is served; of one plan
         self._users: dict[int, Spans] = {}  # by step
         self._plan = ""
+
+    def job(self, about: About) -> Job:
+        """Raises UserError."""
+        if self._job is None or self._job[0] != about:
+            self._job = about, job_from_dict(dict(about.job), where="job")
+        return self._job[1]
 
     def ring(self) -> RingReader:
         """Raises FlowcheckError."""
@@ -260,7 +268,7 @@ def _logs_in(known: _Known) -> list[_Log]:
     if about is None:
         return []
     try:
-        found, ring = known.sound(about), known.ring()
+        job, found, ring = known.job(about), known.sound(about), known.ring()
     except (FlowcheckError, OSError):
         return []
     logs, users = [], known.users()
@@ -269,9 +277,9 @@ def _logs_in(known: _Known) -> list[_Log]:
         while last in found:
             last += 1
         entries = range(first, last)
-        steps = makes([piece.step for piece in base.pieces], entries)
+        steps = makes(job, [piece.step for piece in base.pieces], entries)
         if steps:
-            heads, sizes = zip(*(found[number] for number in entries), strict=True)
+            heads, sizes = zip(*(found[number] for number in entries), strict=True) if entries else ((), ())
             logs.append(_Log(folder, about, base, entries, steps, heads, sizes, users, ring))
     return sorted(logs, key=lambda log: (log.steps[-1], log.base.number), reverse=True)
 
