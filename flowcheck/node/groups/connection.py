@@ -188,16 +188,15 @@ class Connection:
         """Gradients go where they belong, and not through the inbox: who sends them waits for an arena, and nobody
         else. True: the next message may come."""
         feeding, rank = group.feeding, self._hello.rank
-        if isinstance(message, Unfed):
-            if feeding is not None:
-                feeding.withhold(rank, message)
-            return True
-        if not size:
+        if not size and isinstance(message, Fed):
             raise RecordsError("gradients without a payload", where=self._link.peer)
         wanted = feeding is not None and feeding.wait(rank, message, lambda: self._link.over)
-        data = self._link.payload(size)
+        data = self._link.payload(size) if size else b""
         if wanted and feeding is not None:
-            feeding.give(rank, message, data)
+            if isinstance(message, Fed):
+                feeding.give(rank, message, data)
+            else:
+                feeding.withhold(message)
         return True
 
     def _limits(self) -> Limits:

@@ -3,7 +3,7 @@
     arenas = FedArenas(plan, sum_of)
     arenas.wait(rank, iteration, over)              a connection: until there is an arena; False: nobody wants it
     arenas.give(rank, iteration, bucket, first, data, total, sum)       the same
-    arenas.withhold(rank, iteration, why)           that does not come; "": it is of no use, and counts as zeros
+    arenas.withhold(iteration, why)                 that does not come; "": it is of no use, and counts as zeros
     arenas.left(rank, why)                          nothing more comes from this one, until `wait`
 
 Of ranks that have the same each sends its share (flowcheck/job/givers.py), and nothing of another's. A bucket is there
@@ -74,7 +74,8 @@ class FedArenas:
     def wait(self, rank: int, iteration: int, over: Callable[[], bool]) -> bool:
         """Until there is an arena for an iteration. over: has the connection been closed? False: it has passed. Raises
         UserError: nothing is to come from this rank."""
-        self._check(rank)
+        if rank not in self._coming:
+            raise UserError(f"no gradients come from rank {rank}", where=NAME)
         with self._changed:
             self._gone.pop(rank, None)
             self._coming[rank] = max(self._coming[rank], iteration)
@@ -111,9 +112,8 @@ class FedArenas:
         if not right:
             raise UserError(f"the checksum of bucket {bucket} of iteration {iteration} differs", where=NAME)
 
-    def withhold(self, rank: int, iteration: int, why: str) -> None:
-        """Raises UserError: nothing is to come from this rank."""
-        self._check(rank)
+    def withhold(self, iteration: int, why: str) -> None:
+        """Of one that `wait` has said True of."""
         with self._changed:
             if not self._wanted(iteration):
                 return
@@ -123,10 +123,6 @@ class FedArenas:
             elif not any(one.came):
                 self._region(iteration)[:] = 0
                 one.there = set(range(len(one.came)))
-
-    def _check(self, rank: int) -> None:
-        if rank not in self._coming:
-            raise UserError(f"no gradients come from rank {rank}", where=NAME)
 
     def left(self, rank: int, why: str) -> None:
         with self._changed:

@@ -174,11 +174,11 @@ def goes_on(
 
 @pytest.mark.parametrize(("how", "instant"), [
     pytest.param({}, "backward", id="ddp"), pytest.param({"sharded": True}, "step", id="fsdp2"),
-    pytest.param({"optimizer": "nesterov"}, "step", id="nesterov"),
-    pytest.param(REPLICA | {"sharded": True, "ranks": 4}, "boundary", id="hsdp-replica"),
     pytest.param({"instances": 1, "kind": "replica"}, "step", id="megatron-replica"),
     *(pytest.param(how, instant, id=name, marks=pytest.mark.slow) for name, how, instant in [
-        ("megatron", {"instances": 1}, "forward"), ("whole", {"instances": 0, "kind": "replica"}, "backward"),
+        ("nesterov", {"optimizer": "nesterov"}, "step"), ("megatron", {"instances": 1}, "forward"),
+        ("hsdp-replica", REPLICA | {"sharded": True, "ranks": 4}, "boundary"),
+        ("whole", {"instances": 0, "kind": "replica"}, "backward"),
         ("instances", {"instances": 2, "ranks": 4, "kind": "replica"}, "boundary"),
         ("views", {"views": True}, "boundary"), ("old", {"optimizer": "old"}, "forward"),
         ("hsdp", {"sharded": True, "ranks": 4}, "backward"), ("ddp-replica", REPLICA, "step"),
@@ -230,7 +230,7 @@ def has_a_log(node: NodeProcess, name: str) -> bool:
                for line in node.said("log") if line["name"] == name)
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("sharded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["ddp", "fsdp2"])
 def test_a_node_that_was_killed_begins_again_with_a_newer_base(
     start_node: Any, tmp_path: Path, undisturbed: Any, sharded: bool
 ) -> None:
