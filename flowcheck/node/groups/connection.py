@@ -196,7 +196,7 @@ class Connection:
             if isinstance(message, Fed):
                 feeding.give(rank, message, data)
             else:
-                feeding.withhold(message)
+                feeding.withhold(rank, message)
         return True
 
     def _limits(self) -> Limits:

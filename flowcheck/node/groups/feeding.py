@@ -3,7 +3,7 @@
     feeding = Feeding(arenas, clock)
     feeding.wait(rank, message, over)   until there is an arena for it; False: nobody wants it
     feeding.give(rank, message, data)   bytes of a bucket
-    feeding.withhold(message)           an iteration of which none come
+    feeding.withhold(rank, message)     an iteration of which none come
     feeding.left(rank)                  its connection has ended
 
 Any thread. Iterations are counted as the trainer does.
@@ -35,8 +35,8 @@ class Feeding:
         self._arenas.give(rank, self._clock.iteration(message.iteration), message.bucket, message.first, data,
                           message.total, message.sum)
 
-    def withhold(self, message: Unfed) -> None:
-        self._arenas.withhold(self._clock.iteration(message.iteration), message.why)
+    def withhold(self, rank: int, message: Unfed) -> None:
+        self._arenas.withhold(rank, self._clock.iteration(message.iteration), message.why)
 
     def left(self, rank: int) -> None:
         self._arenas.left(rank, f"the connection of rank {rank} has ended")

@@ -3,13 +3,13 @@
     arenas = FedArenas(plan, sum_of)
     arenas.wait(rank, iteration, over)              a connection: until there is an arena; False: nobody wants it
     arenas.give(rank, iteration, bucket, first, data, total, sum)       the same
-    arenas.withhold(iteration, why)                 that does not come; "": it is of no use, and counts as zeros
+    arenas.withhold(rank, iteration, why)           that does not come; "": this rank made no step
     arenas.left(rank, why)                          nothing more comes from this one, until `wait`
 
 Of ranks that have the same each sends its share (flowcheck/job/givers.py), and nothing of another's. A bucket is there
 when all of its bytes are, and their checksum is the trainer's; never in part. An iteration closes when all buckets are
 there, when a rank or the end of its connection has said that they do not come, or when a rank of which some lack has
-sent gradients of a later one: each sends in order.
+sent gradients of a later one: each sends in order. One in which no rank made a step has zeros.
 
 Connections give and wait, on threads of their own, and one thread judges. Memory: `arenas` iterations of gradients.
 """
@@ -37,15 +37,18 @@ __all__ = ["FedArenas"]
 
 NAME = "feed"
 CAUSE = "not_fed"
+DIFFER = "one rank made a step, and another one that has the same did not"
 LOOK_SECONDS = 0.2
 
 
 @dataclass
 class _Iteration:
-    """came: bytes of each bucket. there: buckets that are whole and right. why: no more comes, and why not."""
+    """came: bytes of each bucket. there: buckets that are whole and right. idle: ranks that made no step. why: no more
+    comes, and why not."""
 
     came: list[int]
     there: set[int] = field(default_factory=set)
+    idle: set[int] = field(default_factory=set)
     why: str = ""
     closed: bool = False
     first: int = 0
@@ -93,6 +96,9 @@ class FedArenas:
             if not self._wanted(iteration):
                 return
             one = self._begin(iteration)
+            if one.idle:
+                one.why = DIFFER
+                return
             due = place is not None and bucket not in one.there and (total, first) == (place.nbytes, one.came[bucket])
             if place is None or not due or first + len(data) > total:
                 raise UserError(f"bytes {first} to {first + len(data)} of {total} of bucket {bucket} of iteration"
@@ -112,15 +118,16 @@ class FedArenas:
         if not right:
             raise UserError(f"the checksum of bucket {bucket} of iteration {iteration} differs", where=NAME)
 
-    def withhold(self, iteration: int, why: str) -> None:
+    def withhold(self, rank: int, iteration: int, why: str) -> None:
         """Of one that `wait` has said True of."""
         with self._changed:
             if not self._wanted(iteration):
                 return
             one = self._begin(iteration)
-            if why:
-                one.why = one.why or why
-            elif not any(one.came):
+            one.idle.add(rank)
+            if why or any(one.came):
+                one.why = one.why or why or DIFFER
+            elif one.idle == self._coming.keys():
                 self._region(iteration)[:] = 0
                 one.there = set(range(len(one.came)))
 

@@ -92,7 +92,7 @@ def feed_layout(described: Model, optimizer: torch.optim.Optimizer, ranks: int =
         sizes[name] = grad.nbytes
     room, full = 0, min(BUCKET_BYTES, sum(sizes.values()) // ranks)
     for name in names:
-        if not buckets or room <= 0:
+        if not buckets or (room <= 0 and sizes[name]):  # a bucket without elements would never come
             buckets.append([])
             room = full
         buckets[-1].append((name, parameters[name]))

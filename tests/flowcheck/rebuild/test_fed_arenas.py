@@ -107,7 +107,7 @@ def test_a_skipped_step_counts_as_zeros() -> None:
     send(arenas, 0, 1)
     end(arenas, range(1))
     for iteration in range(1, 4):  # in the arena of the first, too
-        arenas.withhold(iteration, "")
+        arenas.withhold(0, iteration, "")
         assert arenas.due() == range(iteration, iteration + 1)
         assert not arenas.region(iteration).any()
         arenas.close(arenas.due())
@@ -121,7 +121,7 @@ def test_what_does_not_come_is_not_waited_for(said: bool) -> None:
     send(arenas, 0, 0)
     assert not arenas.due()
     if said:
-        arenas.withhold(0, "both slots are on their way")
+        arenas.withhold(0, 0, "both slots are on their way")
     send(arenas, 1, 0)
     assert arenas.due() == range(1)
     assert not end(arenas, range(1))
@@ -200,7 +200,28 @@ def test_a_rank_that_has_nothing_to_send_says_so_from_wherever_it_begins() -> No
     arenas.release(arenas.due())
     for iteration in range(9, 20):
         assert arenas.wait(0, iteration, lambda: True)
-        arenas.withhold(iteration, "")
+        arenas.withhold(0, iteration, "")
         arenas.close(arenas.due())
         assert arenas.judge(iteration, record=True, follows=True).verdict.publishable
         arenas.release(arenas.due())
+
+
+def test_a_step_that_all_ranks_skip_counts_as_zeros() -> None:
+    arenas = fed_arenas(2)
+    arenas.withhold(0, 0, "")
+    assert not arenas.due()
+    arenas.withhold(1, 0, "")
+    assert arenas.due() == range(1) and arenas.is_whole(0) and not arenas.region(0).any()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the skip first", "the bytes first"])
+def test_a_step_that_one_rank_alone_skips_is_none(first: bool) -> None:
+    """Zeros in place of gradients would be a wrong version."""
+    arenas = fed_arenas(2)
+    if first:
+        arenas.withhold(1, 0, "")
+    send(arenas, 0, 0)
+    if not first:
+        arenas.withhold(1, 0, "")
+    assert arenas.due() == range(1) and not arenas.is_whole(0)
+    assert not end(arenas, range(1))

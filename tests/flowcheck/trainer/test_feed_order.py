@@ -17,6 +17,7 @@ from flowcheck.trainer.connection.bulk_queue import BulkQueue
 from flowcheck.trainer.describe.description import entries
 from flowcheck.trainer.describe.parts import Ddp
 from flowcheck.trainer.feed.feed import Feed
+from flowcheck.trainer.feed.layout import feed_layout
 from flowcheck.trainer.loop import Over
 
 
@@ -85,3 +86,17 @@ def test_a_boundary_between_backward_and_step_is_refused(wrapped: Callable[..., 
         iterate(1)
         with pytest.raises(UserError):
             iterate(2, early=True)
+
+
+def test_no_bucket_is_without_elements(wrapped: Callable[..., DistributedDataParallel]) -> None:
+    model = torch.nn.Linear(3, 2)
+    model.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 2)))
+    model.register_parameter("nothing", torch.nn.Parameter(torch.zeros(0)))
+    optimizer, part = torch.optim.Adam(model.parameters()), Ddp(wrapped(model))
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    layout = feed_layout(entries(part, optimizer, LOG), optimizer, 1)
+    assert layout.elements == [8]
+    assert all(all(feed_layout(entries(part, optimizer, LOG), optimizer, ranks).elements) for ranks in (2, 9))
+    shares = [layout.share(rank, 3).elements for rank in range(3)]
+    assert sorted(shares) == [[], [], [8]]
