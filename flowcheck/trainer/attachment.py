@@ -94,8 +94,8 @@ def attach(
     ca: speak TLS, and trust these certificates: a PEM file, or "system". None: what FLOWCHECK_CA says; "": no TLS.
     kind: "replica": the node steps with the trainer. "log": it keeps gradients, records and bases, from which
         `recovered.load` redoes the steps by this optimizer itself, whatever it is (docs/use/log.md).
-    source: of gradients. "mirror": a switch copies the traffic of the ranks that reduce them to the node. "feed": rank
-        0 copies what its optimizer reads, and sends it (docs/use/feed.md), over any fabric.
+    source: of gradients. "mirror": a switch copies the traffic of the ranks that reduce them to the node. "feed": ranks
+        copy what their optimizers read, and send it over any fabric (docs/use/feed.md).
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """

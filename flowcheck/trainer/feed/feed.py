@@ -52,7 +52,7 @@ class Feed:
         self._group, self._optimizer, self._described = group, optimizer, described
         self._identity, self._say = (run_id, epoch), say
         self._layout: FeedLayout | None = None
-        self._slots: Slots | None = None  # also where this rank has no share
+        self._slots: Slots | None = None  # None: it is not known yet, or this rank has no share
         self._taken: Slot | None = None
         self._empty = False  # all that this rank has to send has no elements
         self._formed = False  # gradients, since the last step

@@ -76,7 +76,7 @@ def gradient_of(name: str, parameter: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def feed_layout(described: Model, optimizer: torch.optim.Optimizer, ranks: int = 1) -> FeedLayout:
+def feed_layout(described: Model, optimizer: torch.optim.Optimizer, ranks: int) -> FeedLayout:
     """As the gradients of the optimizer are now. ranks: that share them. Raises UserError: they cannot be sent."""
     parameters = named(optimizer, described.names)
     buckets: list[list[tuple[str, torch.Tensor]]] = []

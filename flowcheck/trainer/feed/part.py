@@ -25,7 +25,13 @@ from flowcheck.trainer.describe.parts import Layout, Part
 __all__ = ["Sent", "Shard", "Stepped", "sent_part"]
 
 
-class Sent(Part):
+class _OffWire(Part):
+    def layout(self, names: Mapping[int, str]) -> Layout | None:
+        """Nothing of it is looked for there."""
+        return None
+
+
+class Sent(_OffWire):
     """Entries and group are those of another part."""
 
     def __init__(self, part: Part) -> None:
@@ -42,11 +48,8 @@ class Sent(Part):
     def reduced(self) -> list[tuple[str, torch.Tensor]]:
         return self._part.reduced()
 
-    def layout(self, names: Mapping[int, str]) -> Layout | None:
-        return None
 
-
-class Shard(Part):
+class Shard(_OffWire):
     by = "fully_shard"
 
     def __init__(self, module: torch.nn.Module, name: str = "") -> None:
@@ -55,12 +58,8 @@ class Shard(Part):
     def reduced(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, value) for name, value in self.module.named_parameters() if value.requires_grad]
 
-    def layout(self, names: Mapping[int, str]) -> Layout | None:
-        """Nothing of it is looked for on a wire."""
-        return None
 
-
-class Stepped(Part):
+class Stepped(_OffWire):
     """Of one instance of its distributed optimizer each rank has its own; else a group is as on a wire."""
 
     by = "Megatron-Core's DistributedDataParallel"
@@ -75,10 +74,6 @@ class Stepped(Part):
 
     def reduced(self) -> list[tuple[str, torch.Tensor]]:
         return list(self._pieces.named().items())
-
-    def layout(self, names: Mapping[int, str]) -> Layout | None:
-        """Nothing of it is looked for on a wire."""
-        return None
 
 
 def sent_part(model: object, name: str, optimizer: Any, log: bool) -> Part | None:
