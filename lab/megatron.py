@@ -71,20 +71,23 @@ def as_cuda() -> Iterator[None]:
 @dataclass(frozen=True)
 class Places:
     """Process groups. across: ranks that have the same pieces, one of each instance. inside: an instance's. all_ranks:
-    all instances'. alone: this rank, for parallelism of other kinds, which there is none of."""
+    all instances'. alone: this rank, for parallelism of other kinds, which there is none of. experts: ranks that have
+    the same experts; None: there are none."""
 
     across: Any
     inside: Any
     all_ranks: Any
     alone: Any
+    experts: Any = None
 
 
 def make(
-    model: nn.Module, places: Places, *, instances: int, bucket_elements: int, reduce_float32: bool, clip: float = 0.0,
-    optimizer: dict[str, Any] | None = None, **settings: Any,
+    model: nn.Module | list[nn.Module], places: Places, *, instances: int, bucket_elements: int, reduce_float32: bool,
+    clip: float = 0.0, optimizer: dict[str, Any] | None = None, **settings: Any,
 ) -> tuple[Any, Any]:
-    """(DistributedDataParallel, what get_megatron_optimizer gives). model: on the CPU, in the type of its parameters.
-    optimizer, settings: more of OptimizerConfig and of DistributedDataParallelConfig. Within `as_cuda`."""
+    """(DistributedDataParallel, what get_megatron_optimizer gives). model: on the CPU, in the type of its parameters;
+    or a list of chunks, then so is the first of the two. optimizer, settings: more of OptimizerConfig and of
+    DistributedDataParallelConfig. Within `as_cuda`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that Transformer Engine and Apex are not installed, from several modules
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -100,21 +103,24 @@ def make(
     for name in ("intra_dp_cp", "intra_expt_dp", "intra_dist_opt"):
         setattr(groups, name, places.inside)
     groups.inter_dist_opt = places.across
-    narrow = next(model.parameters()).dtype
-    wrapped = DistributedDataParallel(
+    if places.experts is not None:
+        groups.expt_dp = groups.intra_expt_dp = places.experts
+    chunks = model if isinstance(model, list) else [model]
+    narrow = next(chunks[0].parameters()).dtype
+    wrapped = [DistributedDataParallel(
         TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=1),
         DistributedDataParallelConfig(**{
             "use_distributed_optimizer": True, "num_distributed_optimizer_instances": instances,
             "overlap_grad_reduce": True, "bucket_size": bucket_elements, "grad_reduce_in_fp32": reduce_float32,
         } | settings),
-        model, pg_collection=groups,
-    )
+        chunk, pg_collection=groups,
+    ) for chunk in chunks]
     given = get_megatron_optimizer(
         OptimizerConfig(**{
             "optimizer": "adam", "clip_grad": clip, "bf16": narrow == torch.bfloat16,
             "fp16": narrow == torch.float16, "use_distributed_optimizer": True,
             "params_dtype": narrow,
         } | (optimizer or {})),
-        [wrapped], use_gloo_process_groups=False, pg_collection=groups,
+        wrapped, use_gloo_process_groups=False, pg_collection=groups,
     )
-    return wrapped, given
+    return wrapped if isinstance(model, list) else wrapped[0], given

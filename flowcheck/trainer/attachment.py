@@ -37,15 +37,14 @@ from flowcheck.control.checksum import library
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import FlowcheckError, UserError, of_the_machine
 from flowcheck.job.clock import Clock
-from flowcheck.job.model import FEED, LOG, MIRROR, REPLICA, SOURCES, VERSIONS
+from flowcheck.job.model import FEED, MIRROR, REPLICA, SOURCES, VERSIONS
 from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.described import Model, check_gradients
-from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
+from flowcheck.trainer.describe.optimizers import members, optimizer_of, refresh
 from flowcheck.trainer.describe.parts import Part
-from flowcheck.trainer.describe.wrapped import parts_of
-from flowcheck.trainer.feed.part import Sent, sent_part
+from flowcheck.trainer.feed.choice import AUTO, choose_source
 from flowcheck.trainer.following import Following, serve
 from flowcheck.trainer.loop import AttachmentState, Given, IterationInputs, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology
@@ -73,8 +72,9 @@ def attach(
 
     model: a DistributedDataParallel object; a model that fully_shard has sharded over a mesh of replicas and shards; or
         several of these, which the one optimizer steps: a dict by name, or a list of objects with a mesh each. Or
-        Megatron-Core's DistributedDataParallel, of several instances of its distributed optimizer.
-    optimizer: torch's, or what get_megatron_optimizer gave.
+        Megatron-Core's DistributedDataParallel, of several instances of its distributed optimizer. By a feed also one
+        that fully_shard has sharded without replicas, and Megatron-Core's of one instance, or its chunks.
+    optimizer: torch's, or what get_megatron_optimizer gave; by a feed a list or dict of several, or torchtitan's.
     node: HOST:PORT of its control port; or a list of them, of nodes that mirror the same ranks. None: what the variable
         FLOWCHECK_NODE says, several with commas.
     token: the shared secret, 16 characters or more. None: the first line of the file that FLOWCHECK_TOKEN_FILE names.
@@ -95,7 +95,8 @@ def attach(
     kind: "replica": the node steps with the trainer. "log": it keeps gradients, records and bases, from which
         `recovered.load` redoes the steps by this optimizer itself, whatever it is (docs/use/log.md).
     source: of gradients. "mirror": a switch copies the traffic of the ranks that reduce them to the node. "feed": ranks
-        copy what their optimizers read, and send it over any fabric (docs/use/feed.md).
+        copy what their optimizers read, and send it over any fabric (docs/use/feed.md). "auto": "mirror" where that
+        can be read, else "feed"; the log says which.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
@@ -104,22 +105,22 @@ def attach(
     if not addresses or len(set(addresses)) < len(addresses):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="node", remedy="each node once")
     secret, tls = tokens_of(token), context_of(ca)
-    if kind not in VERSIONS:
-        raise UserError(f"{kind!r} is not one of {', '.join(VERSIONS)}", where="kind", remedy="one of these")
-    if source not in SOURCES:
-        raise UserError(f"{source!r} is not one of {', '.join(SOURCES)}", where="source", remedy="one of these")
+    for what, one, known in (("kind", kind, VERSIONS), ("source", source, (*SOURCES, AUTO))):
+        if one not in known:
+            raise UserError(f"{one!r} is not one of {', '.join(known)}", where=what, remedy="one of these")
     for what, number in (("checksum_every", checksum_every or 0), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
     return Attachment(
         model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration,
-        stall_of(max_stall_s), topology, collectives, Keeper(torch_optimizer(optimizer), scheduler, scaler), tls, kind,
+        stall_of(max_stall_s), topology, collectives, Keeper(optimizer_of(optimizer), scheduler, scaler), tls, kind,
         source,
     )
 
 
 class Attachment(IterationInputs):
-    """Made by `attach`. `state` and `why` say how it is; `step` or `iteration` says that an iteration is over."""
+    """Made by `attach`. `state` and `why` say how it is; `step` or `iteration` says that an iteration is over.
+    source: of its gradients, "mirror" or "feed"."""
 
     def __init__(
         self, model: Any, optimizer: Any, addresses: list[tuple[str, int]],
@@ -127,8 +128,9 @@ class Attachment(IterationInputs):
         max_stall_s: float, topology: Any, collectives: Any, keeper: Keeper, tls: ssl.SSLContext | None,
         kind: str, source: str = MIRROR,
     ) -> None:
-        super().__init__(torch_optimizer(optimizer), keeper.scaler)
-        self._fed = source == FEED
+        super().__init__(keeper.optimizer, keeper.scaler)
+        self.source = source
+        self._world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (-1, 0)
         self.number, self._keeper, self._said_epoch = iteration, keeper, epoch
         self._cadence, self._max_stall = Cadence(checksum_every, self._say), max_stall_s
         self._refused = ""
@@ -137,10 +139,7 @@ class Attachment(IterationInputs):
         self._parts: list[Following] = []
         self._renewals: list[int] = []  # iterations after which the job was joined anew
         try:
-            if self._fed:
-                parts: list[Part] = [Sent(part) for part in parts_of(model, optimizer, kind, sent_part)]
-            else:
-                parts = parts_of(model, optimizer, kind)
+            parts, self.source = choose_source(model, optimizer, kind, source, topology, collectives, self._say)
             self._begin(parts, name, run_id, epoch, topology, collectives, kind)
             for one in self._parts:
                 one.connect(addresses, token, tls, iteration)
@@ -150,19 +149,14 @@ class Attachment(IterationInputs):
     def _begin(
         self, parts: Sequence[Part], name: str, run_id: str, epoch: int, topology: Any, collectives: Any, kind: str
     ) -> None:
-        if kind == LOG and len(parts) > 1:
-            raise UserError(f"a log is kept of a job of one part, and this rank has {len(parts)}", where="attach: kind",
-                            remedy='kind="replica", with an optimizer that has a kernel')
         self._scale = self._scale_now()
-        self._world = dist.get_rank(), dist.get_world_size()
         self.rank = dist.get_rank(parts[0].group)
         for part in parts:
             said = given_for(part.name, topology, len(parts), "topology")
             calls = given_for(part.name, collectives, len(parts), "collectives")
             full = ".".join(filter(None, (name, part.name))) if len(parts) > 1 else name or part.name
             self._parts.append(Following(part, self._optimizer, said, calls, full, run_id, epoch, self._say,
-                                         partial(self._reduced, len(self._parts)), kind,
-                                         FEED if self._fed else MIRROR))
+                                         partial(self._reduced, len(self._parts)), kind, self.source))
         self._describe()
         self._hooks.begin()
 
@@ -179,7 +173,7 @@ class Attachment(IterationInputs):
         self._deafen()
         modules = (module for one in self._parts for module in one.part.module.modules())
         changes = Changes(self._optimizer, gradients, constants, self._described.names)
-        if self._fed:  # by which factors gradients were multiplied is no matter of ours
+        if self.source == FEED:  # by which factors gradients were multiplied is no matter of ours
             self._changes = changes
         else:
             self._listen(changes, modules)
@@ -260,7 +254,8 @@ class Attachment(IterationInputs):
 
     def _step(self, clip: float | None, scale: float | None, skipped: bool, user: Given) -> None:
         heard = next((said for one in self._parts if (said := one.part.said()) is not None), None)
-        stepped, self._hooks.steps = self._hooks.steps, 0
+        refresh(self._optimizer)
+        stepped = max(steps := self._hooks.taken())
         if stepped > 1 and any(one.manifest is not None for one in self._parts):
             # Records and traffic would be counted differently from here on.
             raise UserError(
@@ -268,9 +263,9 @@ class Attachment(IterationInputs):
                 where=f"iteration {self.number}",
                 remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
             )
-        renewed = self._changed(stepped, scale_given=clip is not None or scale is not None)
+        renewed = self._changed(steps, scale_given=clip is not None or scale is not None)
         stood = skipped or scale is not None or stepped > 0
-        if self._fed:  # what the optimizer has read is what is sent
+        if self.source == FEED:  # what the optimizer has read is what is sent
             clip, scale, skipped = None, None, not stepped
         else:
             clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard, stepped)
@@ -297,11 +292,11 @@ class Attachment(IterationInputs):
         self._keeper.over()
         serve(self._parts, self._max_stall, self.number)
 
-    def _changed(self, stepped: int, scale_given: bool) -> str:
+    def _changed(self, steps: list[int], scale_given: bool) -> str:
         """What was changed besides what an iteration does and does not end it, "": nothing. scale_given: the script
         says what its gradients were multiplied with. Raises UserError for what ends the attachment."""
         assert self._changes is not None
-        change, self._keeper.trained = self._changes.over(stepped), self._changes.trained
+        change, self._keeper.trained = self._changes.over(steps), self._changes.trained
         if change is None or (scale_given and change.gradients):
             return ""
         where, known = f"iteration {self.number}", any(one.manifest is not None for one in self._parts)
@@ -357,33 +352,36 @@ class Attachment(IterationInputs):
         if whole and len(self._parts) == 1:  # of several, another's gradients are still multiplied
             self._reduced_again()
 
-    def _ready(self) -> None:
+    def _ready(self, which: int) -> None:
+        """which: of the optimizer's members, as all of these."""
         if self._refused or self._closed or self._changes is None:
             return
         try:
+            refresh(self._optimizer)
             self._keeper.look(self._say)
             for one in self._parts:
-                one.before_step(self._hooks.is_last)
-            self._changes.ready(self._hooks.are_near)
-            check_gradients(self._described, self._optimizer, all_there=self._changes.complete)
+                one.before_step(which, self._hooks.is_last(which))
+            self._changes.ready(self._hooks.are_near(which), which)
+            check_gradients(self._described, members(self._optimizer)[which], all_there=self._changes.complete)
             self._stepping()
         except Exception as error:
             self._refuse(error)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, which: int) -> None:
         if self._refused or self._closed or self._changes is None:
             return
         try:
+            refresh(self._optimizer)
             for one in self._parts:
-                one.after_step()
-            self._changes.stepped()
+                one.after_step(which)
+            self._changes.stepped(which)
         except Exception as error:
             self._refuse(error)
 
     # -- the log --
 
     def _say(self, why: str) -> None:
-        _log.warning("flowcheck: rank %d: %s", getattr(self, "_world", (-1,))[0], why)  # of the whole job
+        _log.warning("flowcheck: rank %d: %s", self._world[0], why)
 
     def _refuse(self, error: Exception) -> None:
         """Nothing more is tried. The reason stays; a fault of ours is logged with its place."""

@@ -3,8 +3,9 @@
     changes = Changes(optimizer, gradients, constants, names)
     changes.reduced(0)                          a backward pass is over: part 0 has reduced its gradients
     changes.compare(); ...; changes.altered()   around something that is known to change gradients (clipping, unscale_)
-    changes.ready(True); changes.stepped()      right before the optimizer's update, and right after it
-    changes.over(1) -> Change | None            at a boundary, after so many steps: the first thing that was changed
+    changes.ready(True); changes.stepped()      right before the optimizer's update, and right after it; of several
+                                                optimizers with the number of the one that steps
+    changes.over([1]) -> Change | None          at a boundary, after so many steps: the first thing that was changed
     changes.begin()                             as things are now they are right
 
 torch counts what is written into a tensor (`_version`), and objects have identities. So a look costs some nanoseconds a
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 from flowcheck.trainer.boundary import places_of
+from flowcheck.trainer.describe.optimizers import members
 from flowcheck.trainer.looks import MOVED, OTHERS, WRITTEN, look, looks_at
 from flowcheck.trainer.unchanged import Unchanged
 
@@ -108,7 +110,9 @@ class Changes:
     ) -> None:
         self._optimizer, self._constants, self._names = optimizer, list(constants), names
         self._gradients = [_Gradients(list(one)) for one in gradients]
-        self._moves: dict[tuple[Any, ...], int] = {}  # by options: how far one step moves the parameters' versions
+        self._members = members(optimizer)
+        # By member and options: how far one step moves the parameters' versions.
+        self._moves: dict[tuple[Any, ...], int] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -117,10 +121,11 @@ class Changes:
         self._found: Change | None = None
         self._before: int | None = None  # versions before a step whose move is not known
         self._groups, self._state, self._entries = optimizer.param_groups, optimizer.state, len(optimizer.state)
-        self._members = [list(group["params"]) for group in optimizer.param_groups]
+        self._due = len(self._members)  # members that have not stepped since the last look through the window
+        self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._flags = list(map(_flags, optimizer.param_groups))
         self._options = Unchanged()  # what is said of them: their move, None: not known yet; are the flags as before
-        parameters = list(chain.from_iterable(self._members))
+        parameters = list(chain.from_iterable(self._held))
         self._looks = looks_at([*parameters, *chain.from_iterable(one.parameters for one in self._gradients),
                                 *self._constants])
         self._window = _Window(self._looks, self._state, parameters)
@@ -133,7 +138,7 @@ class Changes:
 
     def _written(self) -> int:
         """How often all parameters together were written to."""
-        written, _ = self._looks.look([{"params": one} for one in self._members], self._members)
+        written, _ = self._looks.look([{"params": one} for one in self._held], self._held)
         return int(written)
 
     def _drop(self) -> None:
@@ -190,7 +195,7 @@ class Changes:
         """From the next iteration on each has a backward pass that is heard of."""
         self._gradients[part].expected = expected and bool(self._gradients[part].parameters)
 
-    def ready(self, alone: bool) -> None:
+    def ready(self, alone: bool, which: int = 0) -> None:
         """Right before the update, with the gradients that it takes. alone: nothing of the script's comes between this
         and `stepped`. Else what it writes there would be taken for the optimizer's."""
         self.compare()
@@ -198,49 +203,62 @@ class Changes:
             self._find("the optimizer stepped with gradients that no backward pass of this iteration has reduced: is"
                        " attachment.step() called before optimizer.step()?", Rule.REFUSED)
         self._look_through_window()
-        self._before = self._written() if alone and self._said()[0] is None else None
+        self._before = self._written() if alone and self._said()[0][which] is None else None
 
-    def stepped(self) -> None:
+    def stepped(self, which: int = 0) -> None:
         """Right after the update."""
         if self._before is not None:
-            self._moves[self._deciding()] = self._written() - self._before
+            self._moves[self._deciding(which)] = self._written() - self._before
             self._before, self._options = None, Unchanged()
         self._drop()
+        self._due -= 1
+        if not self._due:
+            self._turn()
+
+    def _turn(self) -> None:
         self._window.turn()
+        self._due = len(self._members)
 
     def _look_through_window(self) -> None:
+        if self._due < len(self._members):
+            return  # some of it has been stepped since
         if self._optimizer.state is self._state and (odd := self._window.odd()):
             self._find(_ODD[odd])
 
-    def _said(self) -> tuple[int | None, bool]:
-        """Of the options that there are: how far a step moves the parameters' versions, None: not known yet; and are
-        all flags as they were."""
-        said: tuple[int | None, bool] = self._options.of(self._optimizer.param_groups, self._of_options)
+    def _said(self) -> tuple[list[int | None], bool]:
+        """Of the options that there are: how far a step of each member moves the parameters' versions, None: not known
+        yet; and are all flags as they were."""
+        said: tuple[list[int | None], bool] = self._options.of(self._optimizer.param_groups, self._of_options)
         return said
 
-    def _of_options(self) -> tuple[int | None, bool]:
-        return self._moves.get(self._deciding()), list(map(_flags, self._optimizer.param_groups)) == self._flags
+    def _of_options(self) -> tuple[list[int | None], bool]:
+        moves = [self._moves.get(self._deciding(which)) for which in range(len(self._members))]
+        return moves, list(map(_flags, self._optimizer.param_groups)) == self._flags
 
-    def _deciding(self) -> tuple[Any, ...]:
+    def _deciding(self, which: int) -> tuple[Any, ...]:
         """What decides how often a step writes to a parameter."""
-        return tuple(
+        return which, *(
             (bool(group.get("weight_decay")), bool(group.get("momentum")), len(group["params"]), *_flags(group))
-            for group in self._optimizer.param_groups
+            for group in self._members[which].param_groups
         )
 
     # -- the boundary --
 
-    def over(self, steps: int) -> Change | None:
-        """steps: of the optimizer since the last boundary, as its hooks were called. A change is said once; then
+    def over(self, steps: Sequence[int]) -> Change | None:
+        """steps: of each member since the last boundary, as its hooks were called. A change is said once; then
         `begin` has to be called before the next iteration, or what follows from it is found again."""
-        said = self._said()
-        written = self._look_at_groups(said[1])
+        moves, same = self._said()
+        written = self._look_at_groups(same)
         if self._found is None:
             self._look_through_window()
-        due = self._versions + steps * (said[0] or 0)
+        if self._due < len(self._members):
+            self._turn()
+        due = self._versions + sum(count * (move or 0) for count, move in zip(steps, moves, strict=True))
         if self._found is None and written != due:
-            self._find("parameters were written to outside of optimizer.step()" if steps else
+            self._find("parameters were written to outside of optimizer.step()" if any(steps) else
                        "parameters were written to, and optimizer.step() was not heard")
+        if self._found is None and len(set(steps)) > 1:
+            self._find("one of its optimizers stepped, and another did not")
         if self._found is None and self._constants and self._looks.versions(self._constants) != self._kept:
             self._find("parameters that no optimizer steps were written to (an average of weights is followed as a"
                        " registered buffer)")
@@ -252,7 +270,7 @@ class Changes:
     def _look_at_groups(self, same: bool) -> int:
         """How often all parameters together were written to. same: are all flags as they were."""
         groups, state = self._optimizer.param_groups, self._optimizer.state
-        looked = self._looks.look(groups, self._members) or look(groups, self._members)
+        looked = self._looks.look(groups, self._held) or look(groups, self._held)
         if groups is not self._groups or state is not self._state:
             self._find("the optimizer's groups or its state are other objects (load_state_dict)")
         elif looked is None:

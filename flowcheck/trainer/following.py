@@ -2,7 +2,7 @@
 
     one = Following(part, optimizer, topology, collectives, ...)
     one.connect(addresses, token, tls)          senders begin
-    one.before_step()                           what no step may be
+    one.before_step(0)                          what no step may be; of which of its optimizers
     one.over(iteration)                         at a boundary: the job is known, or again, or a record goes out
     serve(parts, seconds, n)                    after that, of all parts: the state, to nodes that ask for all of it
 
@@ -23,11 +23,10 @@ import torch.distributed as dist
 
 from flowcheck.control.protocol import Flows, Manifest, Notice
 from flowcheck.errors import UserError
-from flowcheck.job.model import FEED, LOG, MIRROR, REPLICA
+from flowcheck.job.model import FEED, MIRROR, REPLICA
 from flowcheck.trainer.describe.described import Model
 from flowcheck.trainer.describe.description import Watch, entries
-from flowcheck.trainer.describe.megatron import Megatron
-from flowcheck.trainer.describe.parts import Ddp, Part
+from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.feed.feed import Feed
 from flowcheck.trainer.loop import AttachmentState, Over
 from flowcheck.trainer.nccl.sources import Collectives, Topology, sources_of
@@ -68,10 +67,6 @@ class Following:
         self._blank = 0  # iterations, with no usual one between, that called otherwise and made no step
         self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
         self.described: Model = entries(part, optimizer, kind)
-        if kind == LOG and source == MIRROR and not isinstance(part, Ddp | Megatron):
-            raise UserError("a log is kept of DistributedDataParallel, torch's or Megatron-Core's, and not of"
-                            f" {part.by}", where="attach: kind",
-                            remedy='kind="replica", with an optimizer that has a kernel')
         self._leads = dist.get_rank(part.group) == 0
         if source == FEED:
             self.watch: Watch | Feed = Feed(part.group, optimizer, self.described, run_id, epoch, say)
@@ -133,16 +128,17 @@ class Following:
 
     # -- the training thread --
 
-    def before_step(self, last: bool = True) -> None:
-        """last: no hook comes between this and the update. Raises UserError for a step that nobody could follow."""
+    def before_step(self, which: int, last: bool = True) -> None:
+        """which: of the optimizer's members. last: no hook comes between this and the update. Raises UserError for a
+        step that nobody could follow."""
         self.part.check()
-        self.records.before_step()
+        self.records.before_step(which)
         if self.feed is not None:
-            self.feed.before_step(last, any(sender.follows for sender in self.nodes.senders))
+            self.feed.before_step(which, last, any(sender.follows for sender in self.nodes.senders))
 
-    def after_step(self) -> None:
+    def after_step(self, which: int) -> None:
         """Raises UserError as `before_step`."""
-        self.records.after_step()
+        self.records.after_step(which)
         if self.feed is not None:
             self.feed.after_step()
 

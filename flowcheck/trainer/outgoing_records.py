@@ -1,6 +1,6 @@
 """What goes out of a part at each boundary: a record, and before it the elements that nodes have asked for.
 
-    records.before_step(), after_step()         hyper-parameters as the step uses them, or has used them
+    records.before_step(0), after_step(0)       hyper-parameters as the step of that member uses them, or has used them
     records.turn()                              at a boundary: the step before it is the last one
     records.send(senders, iteration)            its record, to those that follow
     records.prepare(message, room)              the listening threads: as of Source
@@ -26,6 +26,7 @@ from flowcheck.job.model import LOG
 from flowcheck.trainer.connection.framed import Frames
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.described import Model, group_options, named
+from flowcheck.trainer.describe.optimizers import members
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.log.hidden import Hidden
 from flowcheck.trainer.log.summed import summed
@@ -33,6 +34,7 @@ from flowcheck.trainer.log.upload import BaseUpload
 from flowcheck.trainer.loop import Over
 from flowcheck.trainer.ranges import Source, Wish
 from flowcheck.trainer.sample import Sampler, Taken, states
+from flowcheck.trainer.unchanged import Unchanged
 
 __all__ = ["OutgoingRecords"]
 
@@ -49,7 +51,7 @@ class OutgoingRecords:
         say: Callable[[str], None],
     ) -> None:
         self._part, self._optimizer, self._run, self._leads, self._say = part, optimizer, (run_id, epoch), leads, say
-        self._groups: list[dict[str, Any]] | None = None  # of the last step
+        self._groups: dict[int, list[dict[str, Any]]] = {}  # of the last step of each member
         self._stepped_with: list[dict[str, Any]] | None = None  # of the step before the boundary
         self.unsaid = ""
         self.summing = 0.0
@@ -61,8 +63,10 @@ class OutgoingRecords:
         self.source = Source(self._part, self._optimizer, described)
         self._sampler = Sampler(self._part, self._optimizer, described, *self._run)
         self._frames = Frames()
+        self._members = [(one, described.of(self._optimizer, which), Unchanged())
+                         for which, one in enumerate(members(self._optimizer))]
         self._logged = described.stepping.kind == LOG
-        self._base, self._hidden = None, Hidden(self._optimizer) if self._logged else None
+        self._base, self._hidden = None, [Hidden(one) for one, _, _ in self._members] if self._logged else []
         if self._logged and self._leads:
             self._base = BaseUpload(self._optimizer, self._parameters, self._constants)
 
@@ -76,26 +80,34 @@ class OutgoingRecords:
     def prepare(self, message: Ranges, room: int) -> Wish:
         return self.source.prepare(message, room)
 
-    def before_step(self) -> None:
+    def before_step(self, which: int) -> None:
         """The options that it will use: of a log all of them, in which an optimizer may count its steps. Raises
         UserError for some that a record cannot have."""
-        if self._hidden is not None:
-            self._groups = group_options(self._described, self._optimizer)
-            self._hidden.before()
+        if self._hidden:
+            optimizer, described, _ = self._members[which]
+            self._groups[which] = group_options(described, optimizer)
+            self._hidden[which].before()
 
-    def after_step(self) -> None:
+    def after_step(self, which: int) -> None:
         """The options that it used: a hook of the script may have set them right before it. Raises UserError where the
         step has changed what a redo would not find."""
-        if self._hidden is not None:
-            self._hidden.after()
-            if self._hidden.found is not None:
-                raise self._hidden.found
+        if self._hidden:
+            self._hidden[which].after()
+            if (found := self._hidden[which].found) is not None:
+                raise found
             return
-        read = partial(group_options, self._described, self._optimizer)
-        self._groups = self._frames.options.of(self._optimizer.param_groups, read)
+        optimizer, described, last = self._members[which]
+        self._groups[which] = last.of(optimizer.param_groups, partial(group_options, described, optimizer))
 
     def turn(self) -> None:
-        self._stepped_with, self._groups = self._groups, None
+        """Several make a step together."""
+        taken, self._groups = self._groups, {}
+        if len(taken) < len(self._members):
+            self._stepped_with = None
+        elif len(self._members) == 1:
+            self._stepped_with = taken[0]
+        else:
+            self._stepped_with = [one for which in range(len(self._members)) for one in taken[which]]
 
     def options(self) -> list[dict[str, Any]]:
         """As the step used them; where it made none, as they are."""

@@ -1,10 +1,10 @@
 """What torch calls around an optimizer's step: right before the update, and right after it.
 
-    hooks = StepHooks(optimizer, ready, stepped)
+    hooks = StepHooks(optimizer, ready, stepped)    they are called with the number of the member that steps
     hooks.begin(); ...; hooks.end()
-    hooks.steps                     since the caller has set it to 0
-    hooks.is_last                   does nothing come between `ready` and the update?
-    hooks.are_near                  nor between the update and `stepped`?
+    hooks.taken()                   steps of each member since the last such call
+    hooks.is_last(which)            does nothing come between `ready` and the update?
+    hooks.are_near(which)           nor between the update and `stepped`?
     hooks.keep_places()             at a boundary, whatever other hooks the script has registered meanwhile
 
 A class whose step() calls that of the class above it makes one step, not two: torch calls hooks for each of them, and
@@ -17,20 +17,56 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
 import torch
 
+from flowcheck.trainer.describe.optimizers import members
+
 __all__ = ["StepHooks"]
 
 
 class StepHooks:
-    """ready: called when the gradients of a step are all there, stepped: when it is over, with what torch gives to a
-    hook. Neither may raise."""
+    """ready: called when the gradients of a step are all there, stepped: when it is over. Neither may raise."""
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, ready: Callable[[], None], stepped: Callable[..., None]
+        self, optimizer: torch.optim.Optimizer, ready: Callable[[int], None], stepped: Callable[[int], None]
+    ) -> None:
+        self._each = [_Hooks(one, partial(ready, which), partial(stepped, which))
+                      for which, one in enumerate(members(optimizer))]
+
+    def begin(self) -> None:
+        for one in self._each:
+            one.begin()
+
+    def end(self) -> None:
+        for one in self._each:
+            one.end()
+
+    def keep_places(self) -> None:
+        for one in self._each:
+            one.keep_places()
+
+    def is_last(self, which: int) -> bool:
+        return self._each[which].is_last
+
+    def are_near(self, which: int) -> bool:
+        return self._each[which].are_near
+
+    def taken(self) -> list[int]:
+        out = [one.steps for one in self._each]
+        for one in self._each:
+            one.steps = 0
+        return out
+
+
+class _Hooks:
+    """Of one member. steps: since the caller has set it to 0."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, ready: Callable[[], None], stepped: Callable[[], None]
     ) -> None:
         self._optimizer, self._ready, self._stepped = optimizer, ready, stepped
         self._handles: tuple[Any, Any] | None = None
@@ -92,11 +128,11 @@ class StepHooks:
             return given, named | {"closure": then_ready}
         return (given[0], then_ready, *given[2:]), named
 
-    def _after_step(self, *given: Any) -> None:
+    def _after_step(self, *_: Any) -> None:
         """Called by torch."""
         if not self._is_inner(sys._getframe(1)):
             self._within = None
-            self._stepped(*given)
+            self._stepped()
 
     def _is_inner(self, caller: FrameType) -> bool:
         """Is the step that is under way further up?"""

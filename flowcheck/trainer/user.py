@@ -39,16 +39,16 @@ MOST_NAMED = 100
 
 
 class Keeper:
-    """scheduler, scaler: with `state_dict`, or None. extra: says what modules give besides tensors (describe/extra.py),
-    by part and entry; None: they give nothing. trained: of each parameter of the optimizer a byte, does it step it;
-    None: look. why: the newest boundary has no state, "": it has."""
+    """optimizer: whose options are kept. scheduler, scaler: with `state_dict`, or None. extra: says what modules give
+    besides tensors (describe/extra.py), by part and entry; None: they give nothing. trained: of each parameter of the
+    optimizer a byte, does it step it; None: look. why: the newest boundary has no state, "": it has."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None, scaler: Any = None) -> None:
         for what, one in (("scheduler", scheduler), ("scaler", scaler)):
             if one is not None and not callable(getattr(one, "state_dict", None)):
                 raise UserError(f"a {type(one).__name__} has no state_dict()", where=what,
                                 remedy="an object of torch's, or user= in step()")
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._generators: Generators | None = None
         self._options = Unchanged()
         self._packer = Packer()
@@ -83,7 +83,7 @@ class Keeper:
     def _as_before(self, step: int, here: Any, rng: Any, trained: bytes, there: Any) -> bytes | None:
         """The file of the boundary before with another step; None: it has to be made."""
         if (self._rng() is rng and self.trained == trained and self.extra is None and here == there
-                and self._options.same(self._optimizer.param_groups)):
+                and self._options.same(self.optimizer.param_groups)):
             return self._packer.again(step)
         return None
 
@@ -134,13 +134,13 @@ class Keeper:
 
     def _rng(self) -> dict[str, Any]:
         if self._generators is None:
-            held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             self._generators = Generators(sorted({parameter.device.type for parameter in held} - {"cpu", "meta"}))
         return self._generators.state()
 
     def _groups(self) -> list[dict[str, Any]]:
         """Options of the optimizer, numbers as torch computes with them; and of each parameter: is it stepped?"""
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         options = self._options.of(groups, lambda: [{key: _number(value) for key, value in group.items()
                                                      if key != "params"} for group in groups])
         if self.trained is None:

@@ -1,7 +1,6 @@
 """What goes out at each boundary, as protocol.frame would write it: only numbers are new in it, and only they written.
 
     frames = Frames()
-    frames.options.of(...)                              what is said of an optimizer's options (unchanged.py)
     frames.record(groups, iteration, clip, scale, skipped, sample, size)    a Record without checksums
     user_head(iteration, rank, same, size), user(iteration, rank, size)     the same of these
     pieces(messages)                                    of any messages, with payloads; None: too much, or not here
@@ -20,7 +19,6 @@ import torch
 from flowcheck.control.link import dumps, frame
 from flowcheck.control.tensors import packed
 from flowcheck.trainer.copies import Copies
-from flowcheck.trainer.unchanged import Unchanged
 
 __all__ = ["Frames", "Payload", "pieces", "user", "user_head"]
 
@@ -29,10 +27,7 @@ Payload = Mapping[str, torch.Tensor] | Copies | bytes  # bytes: as they are
 
 
 class Frames:
-    """groups: `options.of`, or any others."""
-
     def __init__(self) -> None:
-        self.options = Unchanged()
         self._groups: Any = None
         self._text = ""
 

@@ -2,7 +2,7 @@
 
     how = stepping(optimizer, entries, kind)        what a node, or a redo, has to know of its steps
     options = group_options(model, optimizer)       hyper-parameters of each group, for a step record
-    check_gradients(model, optimizer)               before each optimizer step: it steps what the manifest says
+    check_gradients(model, optimizer)               before the step of an optimizer: it steps what the manifest says
 
 torch and the standard library. Raises UserError for what could not be followed.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import repeat
 from operator import attrgetter, is_
@@ -22,6 +22,7 @@ import torch
 from flowcheck.control.numbers import is_numpy, plain
 from flowcheck.errors import UserError
 from flowcheck.job.model import LOG, NARROW, REPLICA, ModelEntry
+from flowcheck.trainer.describe.optimizers import members
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.describe.rounding import check_fused, corrections_of, rounding_of
 from flowcheck.trainer.describe.wrapped import refuse_optimizer
@@ -78,6 +79,12 @@ class Model:
     def buffers(self) -> list[str]:
         return [entry.name for entry in self.entries if entry.kind == "buffer"]
 
+    def of(self, optimizer: torch.optim.Optimizer, which: int) -> Model:
+        """For one of an optimizer's members, as if it were the only one."""
+        sizes = [len(one.param_groups) for one in members(optimizer)]
+        first = sum(sizes[:which])
+        return self if len(sizes) == 1 else replace(self, groups=self.groups[first : first + sizes[which]])
+
 
 def named(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
     """The parameters that it steps, of those that have a name. names: as of Model."""
@@ -88,15 +95,18 @@ def stepping(
     optimizer: torch.optim.Optimizer, entries: Sequence[ModelEntry], names: Mapping[int, str], kind: str = REPLICA
 ) -> Stepping:
     """names: as of Model. kind: of versions (Job.kind). Raises UserError: they cannot be had of it."""
-    refuse_optimizer(optimizer)
+    each = members(optimizer)
+    for one in each:
+        refuse_optimizer(one)
     if kind == LOG:
         if (error := refused(optimizer, named(optimizer, names), at_once=bool(coupled(optimizer)))) is not None:
             raise error
         return Stepping()
-    name = _CLASSES.get(type(optimizer))
+    classes = list(dict.fromkeys(map(type, each)))
+    name = _CLASSES.get(classes[0]) if len(classes) == 1 else None
     if name is None:
-        raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer",
-                      f"torch.optim's SGD, Adam or AdamW; {OTHERWISE}")
+        raise _refuse(f"{' with '.join(one.__name__ for one in classes)} is not followed", "optimizer",
+                      f"torch.optim's SGD, Adam or AdamW, one of them for all; {OTHERWISE}")
     rounding = rounding_of(optimizer)
     narrow = [one for one in entries if one.kind == "optimized" and one.dtype in NARROW]
     if narrow:
@@ -122,14 +132,14 @@ def _check_narrow(entry: ModelEntry, optimizer: torch.optim.Optimizer, rounding:
 
 
 def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Hyper-parameters of every group that optimizes something, as plain numbers; for a log one tree of all
-    that the optimizer steps with (log/codec.py). Raises UserError if they are none,
-    or if the groups are no longer those that the job was described with."""
+    """Hyper-parameters of every group that optimizes something, as plain numbers; for a log one tree of all that the
+    optimizer steps with (log/codec.py), of several one for each. Raises UserError if they are none, or if the groups
+    are no longer those that the job was described with."""
     if len(optimizer.param_groups) != len(model.groups):
         raise _refuse(f"has {len(optimizer.param_groups)} parameter groups, and had {len(model.groups)}", "optimizer",
                       "attach anew after changing them")
     if model.stepping.kind == LOG:
-        return [record_tree(StepRecord.of(optimizer))]
+        return [record_tree(StepRecord.of(one)) for one in members(optimizer)]
     keys = _OPTIONS[model.stepping.name]
     return [
         {key: _plain(group[key], key, _raw(model.stepping.name, group)) for key in keys if key in group}

@@ -4,9 +4,10 @@
     pieces.entries(), pieces.named()                the state_dict's entries as they are stepped; those that are
     pieces.placed(group)                            where their gradients lie in what a rank AllReduces of a bucket
     pieces.to_model()                               main parameters have been changed: so are the model's, and gathered
-    torch_optimizer(optimizer)                      what steps inside Megatron-Core's; or itself
+    torch_optimizers(optimizer)                     what steps inside Megatron-Core's; None: it is another's
 
-`optimizer`: what get_megatron_optimizer gave, or the one optimizer in it. By megatron/core/optimizer/optimizer.py and
+`model`: what get_megatron_optimizer was given, or a list of these: the chunks of an interleaved pipeline.
+`optimizer`: what that gave, or the one optimizer in it. By megatron/core/optimizer/optimizer.py and
 .../distrib_optimizer.py, which the functions below name. torch and the standard library; Megatron-Core is not imported.
 """
 
@@ -20,8 +21,8 @@ import torch
 from flowcheck.errors import UserError
 from flowcheck.trainer.describe.extra import is_extra
 
-__all__ = ["ALONE", "WHERE", "Mains", "Pieces", "instances", "is_whole", "pieces_of", "refuse", "torch_optimizer",
-           "unknown"]
+__all__ = ["ALONE", "WHERE", "Mains", "Pieces", "instances", "is_megatron", "is_whole", "pieces_of", "refuse",
+           "torch_optimizers", "unknown"]
 
 WHERE = "Megatron-Core"
 ALONE = "parameters alone, from its AllGather: live by [[follow]] of a node (docs/use/frameworks.md)"
@@ -32,9 +33,18 @@ _OPTIMIZER = ("config", "grad_scaler", "model_chunks", "buffers", "gbuf_ranges",
 _MIXED = ("float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups")
 
 
+def _chunks(model: Any) -> list[Any]:
+    return list(model) if isinstance(model, list | tuple) else [model]
+
+
+def is_megatron(model: object) -> bool:
+    """Is it Megatron-Core's DistributedDataParallel, or a list of these?"""
+    return bool(chunks := _chunks(model)) and all(getattr(one, "ddp_config", None) is not None for one in chunks)
+
+
 def instances(model: object) -> int:
     """Of the distributed optimizer, by the settings of Megatron-Core's DistributedDataParallel; 0: it has none."""
-    settings = getattr(model, "ddp_config", None)
+    settings = getattr(_chunks(model)[0], "ddp_config", None) if is_megatron(model) else None
     if not getattr(settings, "use_distributed_optimizer", False):
         return 0
     return int(getattr(settings, "num_distributed_optimizer_instances", 1))
@@ -42,22 +52,22 @@ def instances(model: object) -> int:
 
 def is_whole(model: object) -> bool:
     """Is it Megatron-Core's, without a distributed optimizer?"""
-    return getattr(model, "ddp_config", None) is not None and not instances(model)
+    return is_megatron(model) and not instances(model)
 
 
 def _members(optimizer: Any) -> list[Any]:
-    """Of ChainedOptimizer; of another one itself."""
+    """Of ChainedOptimizer those that step something on this rank; of another one itself."""
     chained = getattr(optimizer, "chained_optimizers", None)
-    return list(chained) if isinstance(chained, list | tuple) else [optimizer]
+    return [one for one in (chained if isinstance(chained, list | tuple) else [optimizer])
+            if not getattr(one, "is_stub_optimizer", False)]
 
 
-def torch_optimizer(optimizer: Any) -> Any:
-    """What steps inside Megatron-Core's optimizer, and has its groups and states; otherwise what was given."""
+def torch_optimizers(optimizer: Any) -> list[Any] | None:
+    """What steps inside Megatron-Core's optimizer, and has its groups and states."""
     if not any(f"{base.__module__}.".startswith("megatron.core.optimizer.") for base in type(optimizer).__mro__):
-        return optimizer
-    members = _members(optimizer)
-    inner = getattr(members[0], "optimizer", None) if len(members) == 1 else None
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+        return None
+    inner = [getattr(one, "optimizer", None) for one in _members(optimizer)]
+    return inner if inner and all(isinstance(one, torch.optim.Optimizer) for one in inner) else None
 
 
 def refuse(what: str, remedy: str, where: str = "model") -> UserError:
@@ -69,18 +79,23 @@ def unknown(what: str) -> UserError:
 
 
 class Pieces:
-    """What a rank steps with the distributed optimizer. `stepping`: that optimizer. log: what steps inside it need not
-    be torch's. group: of several instances the ranks that AllReduce it together; ranks: that share a bucket."""
+    """What a rank steps with the distributed optimizer. module: that has all of the model, of several chunks by the
+    names chunk0, chunk1, ... steps: the optimizers of Megatron-Core's that step it. log: what steps inside these need
+    not be torch's. alone: no other rank has the same, as far as is known. group: of several instances the ranks that
+    AllReduce it together; ranks: that share a bucket."""
 
     kind = "DistributedOptimizer"
     needs: tuple[str, ...] = _OPTIMIZER
 
     def __init__(self, model: Any, optimizer: Any, log: bool = False) -> None:
-        for attribute in _DDP:
-            if not hasattr(model, attribute):
-                raise unknown(f"its DistributedDataParallel has no {attribute}")
-        self.model = model
-        self.stepping = self._one(optimizer, log)
+        self.models = _chunks(model)
+        for one in self.models:
+            for attribute in _DDP:
+                if not hasattr(one, attribute):
+                    raise unknown(f"its DistributedDataParallel has no {attribute}")
+        self.module = self.models[0].module if len(self.models) == 1 else torch.nn.ModuleDict(
+            {f"chunk{at}": one.module for at, one in enumerate(self.models)})
+        self.steps = [self._one(one, log) for one in self._some(optimizer)]
         self._check()
         self._found = dict(self._find())
         if not self._found:
@@ -89,34 +104,48 @@ class Pieces:
 
     def _check(self) -> None:
         """Raises UserError, as all of these."""
-        one, model = self.stepping, self.model
-        if len(one.model_chunks) != 1 or one.model_chunks[0] is not model:
-            raise refuse(f"steps {len(one.model_chunks)} parts of a model, or another one than is given",
-                         f"one model chunk a rank, without an interleaved pipeline; or {ALONE}", "optimizer")
+        stepped = [chunk for one in self.steps for chunk in one.model_chunks]
+        for these, those in ((stepped, self.models), (self.models, stepped)):
+            if not all(any(chunk is one for one in those) for chunk in these):
+                raise refuse(f"steps {len(set(map(id, stepped)))} chunks of a model, and {len(self.models)} are given,"
+                             " or others", "all chunks of the model, as get_megatron_optimizer was given them",
+                             "optimizer")
+
+    @property
+    def stepping(self) -> Any:
+        """Raises UserError: there are several."""
+        if len(self.steps) != 1 or len(self.models) != 1:
+            names = ", ".join(type(one).__name__ for one in self.steps)
+            raise refuse(f"is a chain of {len(self.steps)} optimizers ({names}) over {len(self.models)} model chunks,"
+                         " whose gradients one communicator carries", "ranks that send their gradients,"
+                         f' attach(source="feed") (docs/use/feed.md); or {ALONE}', "optimizer")
+        return self.steps[0]
+
+    @property
+    def alone(self) -> bool:
+        return instances(self.models) == 1 or len(self.models) > 1 or any(
+            one.expert_parallel_bucket_groups for one in self.models)
 
     @property
     def group(self) -> Any:
-        if not hasattr(self.model, "inter_dist_opt_group"):
+        if not hasattr(self.models[0], "inter_dist_opt_group"):
             raise unknown("its DistributedDataParallel has no inter_dist_opt_group")
-        return self.model.inter_dist_opt_group
+        return self.models[0].inter_dist_opt_group
 
     @property
     def ranks(self) -> int:
-        return int(self.model.intra_dp_cp_group.size())
+        return int(self.models[0].intra_dp_cp_group.size())
 
-    def _one(self, optimizer: Any, log: bool) -> Any:
-        """The optimizer that steps this model."""
-        members = _members(optimizer)
-        if len(members) != 1:
-            names = ", ".join(type(one).__name__ for one in members) or "none"
-            raise refuse(f"is a chain of {len(members)} optimizers ({names}), whose gradients one communicator carries",
-                         f"a model without expert parallelism, and one optimizer; or {ALONE}", "optimizer")
-        one = members[0]
+    def _some(self, optimizer: Any) -> list[Any]:
+        """The optimizers that step this model."""
+        if found := _members(optimizer):
+            return found
+        raise refuse("steps nothing on this rank", "leave attach out where no parameter is trained", "optimizer")
+
+    def _one(self, one: Any, log: bool) -> Any:
         if isinstance(one, torch.optim.Optimizer) or not hasattr(one, "optimizer"):
             raise refuse(f"is a {type(one).__name__}, and Megatron-Core's {self.kind} steps this model",
                          "what get_megatron_optimizer gave", "optimizer")
-        if getattr(one, "is_stub_optimizer", False):
-            raise refuse("steps nothing on this rank", "leave attach out where no parameter is trained", "optimizer")
         if not log:
             _check_class(one.optimizer)
         for attribute in self.needs:
@@ -127,9 +156,11 @@ class Pieces:
     def _find(self) -> Iterator[tuple[int, tuple[torch.Tensor, int, int]]]:
         """id of a parameter -> the piece of it that this rank steps, its first element and the one past its last
         (DistributedOptimizer._build_model_and_main_param_groups)."""
-        one = self.stepping
-        for models, shards in ((one.model_float16_groups, one.shard_fp32_from_float16_groups),
-                               (one.model_fp32_groups, one.shard_fp32_groups)):
+        for one, models, shards in (
+            (step, *both) for step in self.steps
+            for both in ((step.model_float16_groups, step.shard_fp32_from_float16_groups),
+                         (step.model_fp32_groups, step.shard_fp32_groups))
+        ):
             for parameters, pieces in zip(models, shards, strict=True):
                 for parameter, piece in zip(parameters, pieces, strict=True):
                     if not isinstance(piece, torch.Tensor) or piece.dtype != torch.float32:
@@ -167,7 +198,7 @@ class Pieces:
     def entries(self) -> dict[str, torch.Tensor]:
         """What this rank steps, and what nobody does, in the state_dict's order. None of what other ranks step."""
         out: dict[str, torch.Tensor] = {}
-        for name, value in self.model.module.state_dict(keep_vars=True).items():
+        for name, value in self.module.state_dict(keep_vars=True).items():
             if id(value) in self._found:
                 piece, start, end = self._found[id(value)]
                 out[self._name(name, start, end)] = piece
@@ -178,19 +209,20 @@ class Pieces:
     def _name(self, name: str, start: int, end: int) -> str:
         return f"{name}[{start}:{end}]"
 
-    def load(self, values: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """values: of all entries. state: for torch's optimizer. All ranks of an instance call it, as `to_model`."""
+    def put(self, values: Mapping[str, torch.Tensor]) -> None:
+        """values: of all entries. After it `to_model` is due."""
         with torch.no_grad():
             for name, value in self.entries().items():
                 value.copy_(values[name])
-            self.stepping.optimizer.load_state_dict(state)
-            self.to_model()
 
     def to_model(self) -> None:
-        """What was put into main parameters is rounded into the model's, and gathered."""
+        """What was put into main parameters is rounded into the model's, and gathered. All ranks of an instance call
+        it."""
         with torch.no_grad():
-            self.stepping._copy_main_params_to_model_params()
-            self.model.start_param_sync(force_sync=True)
+            for one in self.steps:
+                one._copy_main_params_to_model_params()
+            for chunk in self.models:
+                chunk.start_param_sync(force_sync=True)
 
 
 class Mains(Pieces):
@@ -201,35 +233,38 @@ class Mains(Pieces):
     needs = ("config",)
 
     def _check(self) -> None:
-        self._mixed = hasattr(self.stepping, _MIXED[0])
-        for attribute in _MIXED[1:] if self._mixed else ():
-            if not hasattr(self.stepping, attribute):
-                raise unknown(f"its optimizer has no {attribute}")
+        for one in self.steps:
+            for attribute in _MIXED[1:] if hasattr(one, _MIXED[0]) else ():
+                if not hasattr(one, attribute):
+                    raise unknown(f"its optimizer has no {attribute}")
 
     @property
     def group(self) -> Any:
-        return self.model.bucket_groups[0].data_parallel_group
+        return self.models[0].bucket_groups[0].data_parallel_group
 
     @property
     def ranks(self) -> int:
         return 1
 
-    def _find(self) -> Iterator[tuple[int, tuple[torch.Tensor, int, int]]]:
-        one, found = self.stepping, dict[int, torch.Tensor]()
-        if self._mixed:
+    def _mains(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter of the model, and the one that is stepped."""
+        for one in self.steps:
+            if not hasattr(one, _MIXED[0]):
+                yield from ((parameter,) * 2 for group in one.optimizer.param_groups for parameter in group["params"])
+                continue
             for parameters, mains in zip(one.float16_groups, one.fp32_from_float16_groups, strict=True):
-                found |= {id(parameter): main for parameter, main in zip(parameters, mains, strict=True)}
-            kept = [parameter for parameters in one.fp32_from_fp32_groups for parameter in parameters]
-        else:
-            kept = [parameter for group in one.optimizer.param_groups for parameter in group["params"]]
-        found |= {id(parameter): parameter for parameter in kept}
-        stepped = {id(value) for group in one.optimizer.param_groups for value in group["params"]}
-        for name, parameter in self.model.module.named_parameters():
+                yield from zip(parameters, mains, strict=True)
+            yield from ((parameter,) * 2 for parameters in one.fp32_from_fp32_groups for parameter in parameters)
+
+    def _find(self) -> Iterator[tuple[int, tuple[torch.Tensor, int, int]]]:
+        found = {id(parameter): main for parameter, main in self._mains()}
+        stepped = {id(value) for one in self.steps for group in one.optimizer.param_groups for value in group["params"]}
+        for name, parameter in self.module.named_parameters():
             if not parameter.requires_grad:
                 continue
             main = found.get(id(parameter))
             if main is None or id(main) not in stepped or main.dtype != torch.float32:
-                raise refuse(f"steps no float32 parameter of {name}", "one optimizer of Megatron-Core's for all that is"
+                raise refuse(f"steps no float32 parameter of {name}", "Megatron-Core's optimizers for all that is"
                              " trained, with bf16 or fp16 as the parameters have it", "optimizer")
             if main.shape != parameter.shape:
                 raise unknown("a main parameter has another shape")
@@ -251,9 +286,10 @@ class Mains(Pieces):
         return name
 
     def to_model(self) -> None:
-        if self._mixed:
-            with torch.no_grad():
-                self.stepping._copy_main_params_to_model_params()
+        with torch.no_grad():
+            for one in self.steps:
+                if hasattr(one, _MIXED[0]):
+                    one._copy_main_params_to_model_params()
 
 
 def pieces_of(model: Any, optimizer: Any, log: bool = False) -> Pieces:

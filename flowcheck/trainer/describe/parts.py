@@ -32,7 +32,8 @@ from flowcheck.trainer.describe.extra import is_extra
 from flowcheck.trainer.describe.hearing import own_hooks_heard
 
 __all__ = [
-    "Ddp", "Layout", "Own", "Part", "Reduced", "after_backward", "bucket_layout", "local", "position", "stepped",
+    "Ddp", "Layout", "Own", "Part", "Reduced", "after_backward", "bucket_layout", "chunks_of", "local", "position",
+    "stepped",
 ]
 
 ASK_EVERY = 16  # boundaries: between two questions after a communication hook, if none was heard of
@@ -45,6 +46,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def chunks_of(model: Any) -> Any:
+    """What has the entries of all, where a list of modules is given: the chunks of a pipeline on one rank."""
+    if isinstance(model, list) and all(isinstance(one, torch.nn.Module) for one in model):
+        return torch.nn.ModuleList(model)
+    return model
 
 
 def stepped(value: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """In which order a trainer's optimizer rounds: the manifest's `optimizer.rounding` and `torch_version`.
 
-Needs torch and nothing else; a trainer calls it once, before it writes the manifest. What the replica cannot follow bit
+A trainer calls it once, before it writes the manifest. What the replica cannot follow bit
 for bit is refused here, where the remedy is.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.describe.optimizers import members
 
 __all__ = ["check_fused", "corrections_of", "rounding_of"]
 
@@ -24,7 +25,8 @@ def rounding_of(optimizer: torch.optim.Optimizer) -> tuple[str, str]:
     On a GPU torch takes foreach unless set otherwise, and a loop over single tensors rounds differently there;
     on a CPU the two give the same bits.
     """
-    _check_fused(optimizer)
+    for one in members(optimizer):
+        _check_fused(one)
     found = {_rounding(group, parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if len(found) != 1:
         raise _refused("rounds its groups differently" if found else "has no parameters", "use one form for all")
@@ -43,7 +45,8 @@ def corrections_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, floa
 def check_fused(optimizer: torch.optim.Optimizer, corrections: Mapping[str, Mapping[str, float]]) -> None:
     """Is an optimizer of torch-cuda-fused still one that is followed? Schedules change groups in mid-run. Raises
     UserError. corrections: of `corrections_of`, when it was described."""
-    _check_fused(optimizer)
+    for one in members(optimizer):
+        _check_fused(one)
     for beta in (beta for group in optimizer.param_groups for beta in group["betas"]):
         if repr(float(beta)) not in corrections:
             raise _refused(f"has a beta of {beta} that it had not before, whose powers here are not in the manifest",

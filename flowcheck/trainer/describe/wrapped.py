@@ -25,7 +25,8 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import LOG, REPLICA
 from flowcheck.trainer.describe.hsdp import hsdp_parts, is_sharded
 from flowcheck.trainer.describe.megatron import Megatron
-from flowcheck.trainer.describe.megatron_pieces import instances, is_whole
+from flowcheck.trainer.describe.megatron_pieces import instances, is_megatron, is_whole
+from flowcheck.trainer.describe.optimizers import members, optimizer_of
 from flowcheck.trainer.describe.parts import Ddp, Own, Part, Reduced, position
 
 __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
@@ -103,11 +104,20 @@ def _megatron(model: object) -> str:
 
 def parts_of(
     model: Any, optimizer: Any = None, kind: str = REPLICA,
-    sent: Callable[[object, str, Any, bool], Part | None] = lambda *_: None,
+    sent: Callable[[object, str, Any, bool], Part | None] | None = None,
 ) -> list[Part]:
     """One or more. optimizer: of the model; None: it is not looked at. kind: of versions (Job.kind). sent(model, name,
-    optimizer, log): the part of a model whose gradients need not be on a wire; None: they have to. Raises UserError,
-    naming what cannot be followed."""
+    optimizer, log): the part of a model whose gradients need not be on a wire, None: they have to; None: those of all
+    have to. Raises UserError, naming what cannot be followed."""
+    if sent is None:
+        sent = _none_sent
+        several = members(optimizer_of(optimizer)) if not is_megatron(model) else []
+        if len(several) > 1:
+            raise UserError(f"there are several ({', '.join(type(one).__name__ for one in several)}), and a mirror is"
+                            " read for one", where="optimizer",
+                            remedy='one optimizer with several groups; or attach(source="feed") (docs/use/feed.md)')
+    if isinstance(model, list) and (whole := sent(model, "", optimizer, kind == LOG)) is not None:
+        return [whole]
     if isinstance(model, Mapping):
         given = [(one, str(name)) for name, one in model.items()]
     else:
@@ -129,6 +139,10 @@ def parts_of(
                 )
     _divide(parts)
     return parts
+
+
+def _none_sent(*_: Any) -> None:
+    return None
 
 
 def _parts(

@@ -1,7 +1,7 @@
 """A rank's gradients, as its optimizer reads them, to nodes that keep a log: in place of a mirror.
 
     feed = Feed(group, optimizer, described, run_id, epoch, leads)
-    feed.before_step(last, followed)    right before the update: what it reads is copied
+    feed.before_step(0, last, followed) right before the update of that optimizer: what it reads is copied
     feed.look()                         at a boundary: the manifest, once a step has shown what gradients are
     feed.after_step()                   right after it: the copy is done
     feed.over(senders, it)              at a boundary: the copy goes out, or why it does not
@@ -15,7 +15,10 @@ It has the face of a Watch (describe/description.py) for whoever follows a part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +29,8 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.described import Model
-from flowcheck.trainer.feed.layout import FeedLayout, feed_layout
+from flowcheck.trainer.describe.optimizers import members
+from flowcheck.trainer.feed.layout import FeedLayout, Read, feed_layout, read_by
 from flowcheck.trainer.feed.slots import Slot, Slots
 from flowcheck.trainer.loop import Over
 
@@ -36,7 +40,32 @@ BUSY = "the copies of two earlier steps are still on their way to a node"
 NOT_FOLLOWED = "no node was ready for gradients when the step was made"
 NOT_LAST = "another hook came between the copy of gradients and the optimizer's update"
 EARLY = "gradients were formed since the optimizer's last step: is attachment.step() called before optimizer.step()?"
+MEASURED = 10
 UNTAKEN = "no gradients were taken: the optimizer's step was not heard"
+
+
+class _Cost:
+    """What copies take of the thread that trains, said once, of the first MEASURED steps that are sent."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._seconds: list[float] = []
+        self._this = 0.0
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        yield
+        self._this += time.perf_counter() - begun
+
+    def over(self, nbytes: int) -> None:
+        """nbytes: that this step sends; 0: it sends nothing."""
+        this, self._this = self._this, 0.0
+        if nbytes and len(self._seconds) < MEASURED:
+            self._seconds.append(this)
+            if len(self._seconds) == MEASURED:
+                self._say(f"sends {nbytes:,} bytes a step, whose copy takes {1e3 * median(self._seconds):.3g} ms of it"
+                          f" here (median of {MEASURED} steps)")
 
 
 class Feed:
@@ -51,10 +80,13 @@ class Feed:
     ) -> None:
         self._group, self._optimizer, self._described = group, optimizer, described
         self._identity, self._say = (run_id, epoch), say
+        self._read: dict[int, list[Read]] = {}  # by member, until all have stepped
+        self._stepped: set[int] = set()  # members, in this iteration
         self._layout: FeedLayout | None = None
         self._slots: Slots | None = None  # None: it is not known yet, or this rank has no share
         self._taken: Slot | None = None
         self._empty = False  # all that this rank has to send has no elements
+        self._cost = _Cost(say)
         self._formed = False  # gradients, since the last step
         self._listener: Any = None  # hears that
         self._why = UNTAKEN
@@ -63,33 +95,43 @@ class Feed:
 
     # -- around the step --
 
-    def before_step(self, last: bool, followed: bool) -> None:
-        """last: no hook comes between this and the update. followed: somebody takes gradients. Raises UserError: what
-        the step reads cannot be sent."""
-        if getattr(self._optimizer, "grad_scale", None) is not None:
+    def before_step(self, which: int, last: bool, followed: bool) -> None:
+        """which: of the optimizer's members. last: no hook comes between this and the update. followed: somebody takes
+        gradients. Raises UserError: what the step reads cannot be sent."""
+        optimizer = members(self._optimizer)[which]
+        if getattr(optimizer, "grad_scale", None) is not None:
             raise UserError("the optimizer unscales gradients itself (fused, with a GradScaler)", where="optimizer",
                             remedy="scaler.unscale_(optimizer) before its step; or no fused=True")
-        if self._layout is None:
-            self._layout = feed_layout(self._described, self._optimizer, dist.get_world_size(self._group))
         self._formed = False
-        if self._slots is None:
-            return
-        if not followed or not last:
-            self._why = NOT_LAST if followed else NOT_FOLLOWED
-            return
-        self._taken = self._slots.take()
-        self._why = "" if self._taken is not None else BUSY
-        if self._taken is None:
-            self._skip()
-        elif not self._leaves_gradients:
-            self._taken.settle()
+        self._stepped.add(which)
+        if self._layout is None:
+            self._lay_out(which, optimizer)
+        elif self._slots is not None:
+            self._copy(which, optimizer, last, followed)
 
-    @property
-    def _leaves_gradients(self) -> bool:
-        """Does its step only read them? Of torch's own all do, but for foreach with nesterov. Others may write to them
-        where nothing counts it."""
-        return type(self._optimizer).__module__.startswith("torch.optim.") and not any(
-            group.get("nesterov") for group in self._optimizer.param_groups)
+    def _lay_out(self, which: int, optimizer: torch.optim.Optimizer) -> None:
+        """Once each member has stepped: of no other is it known what it reads."""
+        self._read[which] = read_by(self._described, optimizer)
+        each = range(len(members(self._optimizer)))
+        if len(self._read) == len(each):
+            self._layout = feed_layout([self._read[one] for one in each], dist.get_world_size(self._group))
+            self._read = {}
+
+    def _copy(self, which: int, optimizer: torch.optim.Optimizer, last: bool, followed: bool) -> None:
+        assert self._slots is not None
+        if not followed or not last:
+            self._taken, self._why = None, NOT_LAST if followed else NOT_FOLLOWED
+            return
+        if self._why == UNTAKEN and self._taken is None:  # the first to step
+            self._taken = self._slots.take()
+            self._why = "" if self._taken is not None else BUSY
+            if self._taken is None:
+                self._skip()
+        if self._taken is not None:
+            with self._cost.part():
+                self._taken.begin(which)
+                if not _leaves_gradients(optimizer):
+                    self._taken.settle()
 
     def _skip(self) -> None:
         self.skipped += 1
@@ -98,12 +140,17 @@ class Feed:
 
     def after_step(self) -> None:
         if self._taken is not None:
-            self._taken.end()
+            with self._cost.part():
+                self._taken.end()
 
     def over(self, senders: Sequence[Sender], it: Over) -> None:
         """Raises UserError: this is not where an iteration ends."""
         slot, self._taken = self._taken, None
         why, self._why = self._why, UNTAKEN
+        stepped, self._stepped = self._stepped, set()
+        if slot is not None and len(stepped) < len(members(self._optimizer)):
+            slot, why = None, UNTAKEN
+        self._cost.over(slot.nbytes if slot is not None and not it.skipped else 0)
         if self._formed and not it.skipped:
             raise UserError(EARLY, where=f"iteration {it.number}", remedy="attachment.step() after optimizer.step()")
         if self._slots is None and not self._empty:
@@ -150,6 +197,7 @@ class Feed:
     def redescribe(self, described: Model) -> None:
         self.close()
         self._described, self._layout, self._slots, self._taken = described, None, None, None
+        self._read, self._why = {}, UNTAKEN
 
     def close(self) -> None:
         """No step is copied any more. May be called twice."""
@@ -158,3 +206,10 @@ class Feed:
         if self._listener is not None:
             self._listener.remove()
             self._listener = None
+
+
+def _leaves_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Does its step only read them? Of torch's own all do, but for foreach with nesterov. Others may write to them
+    where nothing counts it."""
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(
+        group.get("nesterov") for group in optimizer.param_groups)

@@ -3,6 +3,7 @@
     part = sent_part(model, name, optimizer, log)       a Shard or a Stepped; None: a part of any other kind serves
     part = Sent(part)               of what several ranks hold: it is let go of
     part = Shard(module, name)      what one rank holds of a model that nobody else holds: its shards (FSDP2)
+                                    (a list of modules: the chunks of a pipeline, by the names 0, 1, ...)
     part = Stepped(model, ...)      what one rank steps of a model of Megatron-Core's: pieces of parameters, or all
 
 The optimizer reads whole gradients of these, whatever has reduced them. What nobody else holds is a group of one. It is
@@ -19,8 +20,8 @@ import torch.distributed as dist
 
 from flowcheck.trainer.describe.hsdp import has_replicas, is_sharded
 from flowcheck.trainer.describe.megatron import place_of
-from flowcheck.trainer.describe.megatron_pieces import instances, is_whole, pieces_of
-from flowcheck.trainer.describe.parts import Layout, Part
+from flowcheck.trainer.describe.megatron_pieces import is_megatron, pieces_of
+from flowcheck.trainer.describe.parts import Layout, Part, chunks_of
 
 __all__ = ["Sent", "Shard", "Stepped", "sent_part"]
 
@@ -60,14 +61,16 @@ class Shard(_OffWire):
 
 
 class Stepped(_OffWire):
-    """Of one instance of its distributed optimizer each rank has its own; else a group is as on a wire."""
+    """Of one instance of its distributed optimizer each rank has its own, and with experts or several chunks; else a
+    group is as on a wire. model: one chunk, or a list of them."""
 
     by = "Megatron-Core's DistributedDataParallel"
 
     def __init__(self, model: Any, optimizer: Any, name: str = "", log: bool = False) -> None:
         self._pieces = pieces = pieces_of(model, optimizer, log)
-        group, name = _alone(name) if instances(model) == 1 else (pieces.group, name or place_of(model, pieces.ranks))
-        super().__init__(model.module, group, name)
+        group, name = _alone(name) if pieces.alone else (
+            pieces.group, name or place_of(pieces.models[0], pieces.ranks))
+        super().__init__(pieces.module, group, name)
 
     def _entries(self) -> dict[str, torch.Tensor]:
         return self._pieces.entries()
@@ -79,10 +82,11 @@ class Stepped(_OffWire):
 def sent_part(model: object, name: str, optimizer: Any, log: bool) -> Part | None:
     """log: what steps inside Megatron-Core's optimizer need not be torch's. Raises UserError, naming what cannot be
     followed."""
-    if instances(model) or is_whole(model):
+    if is_megatron(model):
         return Stepped(model, optimizer, name, log)
-    if isinstance(model, torch.nn.Module) and is_sharded(model) and not has_replicas(model):
-        return Shard(model, name)
+    chunks = model if isinstance(model, list) else [model]
+    if chunks and all(isinstance(one, torch.nn.Module) and is_sharded(one) and not has_replicas(one) for one in chunks):
+        return Shard(chunks_of(model), name)
     return None
 
 

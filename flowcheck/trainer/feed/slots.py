@@ -1,7 +1,8 @@
 """Copies of gradients that are on their way: two, so that a step is copied while the one before is sent.
 
     slots = Slots(layout)
-    slot = slots.take()                 begins a copy of what the optimizer is about to read; None: both are not free
+    slot = slots.take()                 for a step that is about to be made; None: both are not free
+    slot.begin(0)                       begins a copy of what that optimizer is about to read
     slot.settle()                       right before the step, of an optimizer that may write to gradients itself
     slot.end()                          right after it: waits until that memory may be written
     slot.pieces(iteration)              for each node that it is sent to (connection/bulk_queue.py)
@@ -23,6 +24,7 @@ import torch
 from flowcheck.control.checksum import sum_text
 from flowcheck.control.protocol import Fed, Unfed
 from flowcheck.errors import UserError
+from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.feed.layout import FeedLayout, gradient_of
 
 __all__ = ["Slot", "Slots"]
@@ -68,7 +70,7 @@ class Slot:
         self._sums: list[str] = [""] * len(self.buckets)
         self._reading: weakref.WeakSet[_Pieces] = weakref.WeakSet()
         self._held: _Held = []
-        self._copy: Future[None] | None = None
+        self._copy: Future[None] | None = None  # the newest; they are made one after the other
         self._event: Any = None
         self.spoilt = False
 
@@ -76,12 +78,20 @@ class Slot:
     def free(self) -> bool:
         return not self._reading and (self._copy is None or self._copy.done())
 
-    def begin(self) -> None:
-        """Raises UserError: a gradient is not what it was when the job became known."""
-        self._sums, self.spoilt, held = [""] * len(self.buckets), False, []
-        for into, bucket in zip(self.buckets, self._layout.buckets, strict=True):
+    def empty(self) -> None:
+        """For another step."""
+        self._sums, self.spoilt = [""] * len(self.buckets), False
+
+    def begin(self, which: int = 0) -> None:
+        """which: of the optimizers. Raises UserError: a gradient is not what it was when the job became known."""
+        held: _Held = []
+        for into, bucket, reads in zip(self.buckets, self._layout.buckets, self._layout.of, strict=True):
             at = 0
+            if reads != which:
+                continue
             for name, parameter in bucket:
+                if not local(parameter).numel():
+                    continue  # it may be another optimizer's
                 grad = gradient_of(name, parameter).detach()
                 if grad.dtype != into.dtype:
                     raise UserError(f"parameter {name} has a gradient of {grad.dtype}, and had one of {into.dtype}",
@@ -89,8 +99,10 @@ class Slot:
                 held.append((grad, into[at : at + grad.numel()].view(grad.shape), grad._version))
                 at += grad.numel()
         self._held = held
+        if not held:
+            return
         if self._stream is None:
-            self._copy = self._thread.submit(self._copy_all)
+            self._copy = self._thread.submit(_copy_all, held)
         else:
             self._copy_on_stream()
 
@@ -102,11 +114,6 @@ class Slot:
                 grad.record_stream(self._stream)
             self._event = torch.cuda.Event()
             self._event.record(self._stream)
-
-    def _copy_all(self) -> None:
-        """A thread of its own."""
-        for grad, into, _ in self._held:
-            into.copy_(grad)
 
     def settle(self) -> None:
         """Whatever the step writes to gradients comes after the copy."""
@@ -149,6 +156,12 @@ class Slot:
         return self._sums[number]
 
 
+def _copy_all(held: _Held) -> None:
+    """A thread of its own."""
+    for grad, into, _ in held:
+        into.copy_(grad)
+
+
 class Slots:
     """Memory: twice the gradients, from the first use on."""
 
@@ -159,13 +172,12 @@ class Slots:
         self._slots: list[Slot] = []
 
     def take(self) -> Slot | None:
-        """Raises UserError as Slot.begin does."""
         slot = next((one for one in self._slots if one.free), None)
         if slot is None and len(self._slots) < SLOTS:
             slot = Slot(self._layout, self._thread, self._stream)
             self._slots.append(slot)
         if slot is not None:
-            slot.begin()
+            slot.empty()
         return slot
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.describe.optimizers import members
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.copies import TensorCopy, copy_of, nbytes_of, on_host
 
@@ -40,7 +41,8 @@ def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.T
 class Made:
     """By what the steps were made. Another optimizer rounds otherwise; so may each of the rest.
 
-    optimizer: its class. module: where that is from; a script's own may be called otherwise the next time.
+    optimizer: its class, of several all of them.
+    module: where that is from; a script's own may be called otherwise the next time.
     version: of torch.
     device: type and name of what the parameters are on.
     threads: of torch's, on a CPU; 0 elsewhere.
@@ -56,11 +58,12 @@ class Made:
 
     @classmethod
     def by(cls, optimizer: torch.optim.Optimizer) -> Made:
-        kind = type(optimizer)
+        kinds = [type(one) for one in members(optimizer)]
         device = next((local(one).device for group in optimizer.param_groups for one in group["params"]),
                       torch.device("cpu"))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        return cls(kind.__qualname__, kind.__module__, str(torch.__version__), f"{device.type} {name}".strip(),
+        return cls(", ".join(kind.__qualname__ for kind in kinds), ", ".join(kind.__module__ for kind in kinds),
+                   str(torch.__version__), f"{device.type} {name}".strip(),
                    torch.get_num_threads() if device.type == "cpu" else 0, torch.get_float32_matmul_precision())
 
 

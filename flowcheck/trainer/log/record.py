@@ -129,7 +129,7 @@ class Entry:
     """One iteration of the log.
 
     iteration: counted by the trainer; the first is 0.
-    calls: of `optimizer.step()`, in order.
+    calls: of `optimizer.step()`; of several optimizers one of each, in their order.
     gradients: by parameter, as the optimizer has read it; None: it had none. Every parameter is there, unless the
         step was skipped.
     skipped: a loss scaler left the step out.

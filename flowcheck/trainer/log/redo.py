@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
+from torch.optim import optimizer as all_optimizers
 
 from flowcheck.control.checksum import begin_checksums
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.trainer.describe.optimizers import members, refresh
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BasePiece, Made, groups_of
 from flowcheck.trainer.log.copies import live
@@ -214,14 +215,19 @@ class _Run:
         if entry.iteration != self.step:
             raise UserError(f"iteration {self.step} is missing; after it comes {entry.iteration}", where="log",
                             remedy="an older step, or a newer base")
+        each = members(self._optimizer)
+        if len(entry.calls) != len(each) and (entry.calls or not entry.skipped):
+            raise UserError(f"has {len(entry.calls)} steps of optimizers, and here are {len(each)}",
+                            where=f"iteration {entry.iteration} of the log", remedy="the optimizers that the job had")
         # A fused optimizer is called on a skipped step, too.
-        calls = [call for call in entry.calls if not entry.skipped or call.found_inf is not None]
+        calls = [(one, call) for one, call in zip(each, entry.calls, strict=False)
+                 if not entry.skipped or call.found_inf is not None]
         if calls:
             self._give(entry)
-        for call in calls:
-            set_options(self._optimizer.param_groups, call.options)
-            with self._scaler(call):
-                self._optimizer.step()
+        for one, call in calls:
+            set_options(one.param_groups, call.options)
+            with self._scaler(one, call):
+                one.step()
             self.calls += 1
         self.step += 1
         self._compare(entry)
@@ -259,20 +265,21 @@ class _Run:
             parameter.grad = gradient
 
     @contextlib.contextmanager
-    def _scaler(self, record: StepRecord) -> Iterator[None]:
+    def _scaler(self, optimizer: torch.optim.Optimizer, record: StepRecord) -> Iterator[None]:
         hung = {name: value for name in _SCALER if (value := getattr(record, name)) is not None}
         for name, value in hung.items():
-            setattr(self._optimizer, name, live(value, next(iter(self._parameters.values()))))
+            setattr(optimizer, name, live(value, next(iter(self._parameters.values()))))
         try:
             yield
         finally:
             for name in hung:
-                delattr(self._optimizer, name)
+                delattr(optimizer, name)
 
     def _compare(self, entry: Entry) -> None:
         """With the trainer's checksums, of what has begun."""
         if not entry.checksums:
             return
+        refresh(self._optimizer)
         here = begin_checksums(summed(self._parameters, self._optimizer, self._begun)).get()
         said = [name for name in here if name in entry.checksums]
         for name in said:
@@ -318,7 +325,8 @@ class Before:
 @contextlib.contextmanager
 def _quiet(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Without hooks of steps: the optimizer's, and those that torch has for all of them."""
-    places: list[tuple[Any, str]] = [(optimizer, name) for name in _HOOKS] + [(torch_optimizer, one) for one in _GLOBAL]
+    places: list[tuple[Any, str]] = [(one, name) for one in members(optimizer) for name in _HOOKS]
+    places += [(all_optimizers, one) for one in _GLOBAL]
     kept = [(owner, name, getattr(owner, name)) for owner, name in places if hasattr(owner, name)]
     for owner, name, _ in kept:
         setattr(owner, name, OrderedDict())

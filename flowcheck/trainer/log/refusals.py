@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.describe.optimizers import members
 from flowcheck.trainer.describe.parts import local, stepped
 
 __all__ = ["coupled", "refused"]
@@ -120,6 +121,20 @@ TABLE = (
 
 def refused(optimizer: Any, parameters: Mapping[str, torch.Tensor], at_once: bool = False) -> UserError | None:
     """parameters: those of the optimizer that have names. at_once: bases are of one step."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or len(each := members(optimizer)) == 1:
+        return _refused(optimizer, parameters, at_once)
+    for one in each:
+        if coupled(one):
+            return UserError(f"{type(one).__name__} {coupled(one)}: beside other optimizers its steps cannot be made"
+                             " again from a log", where="optimizer", remedy="the one optimizer of the job")
+        held = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        mine = {name: parameter for name, parameter in parameters.items() if id(parameter) in held}
+        if (error := _refused(one, mine, at_once)) is not None:
+            return error
+    return _unnamed(optimizer, parameters, lambda what, remedy: UserError(what, where="optimizer", remedy=remedy))
+
+
+def _refused(optimizer: Any, parameters: Mapping[str, torch.Tensor], at_once: bool) -> UserError | None:
     name = type(optimizer).__name__
 
     def error(what: str, remedy: str) -> UserError:
@@ -142,9 +157,10 @@ def refused(optimizer: Any, parameters: Mapping[str, torch.Tensor], at_once: boo
 
 def coupled(optimizer: torch.optim.Optimizer) -> str:
     """Why all parameters of a base have to be of one step."""
-    for row in TABLE:
-        if row.at_once and _is(optimizer, row) and row.when(optimizer):
-            return row.why
+    for one in members(optimizer):
+        for row in TABLE:
+            if row.at_once and _is(one, row) and row.when(one):
+                return row.why
     return _other_state(optimizer)
 
 

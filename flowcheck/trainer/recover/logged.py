@@ -27,6 +27,7 @@ from flowcheck.ask.receiving import AskError
 from flowcheck.ask.sources import when_free
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import Job
+from flowcheck.trainer.describe.optimizers import members
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BaseHead, BasePiece
 from flowcheck.trainer.log.codec import record_of, unpacked
@@ -242,7 +243,7 @@ class _Work:
                 rest = _others(log.head.job, self._held, base, constants)
                 buffers: dict[str, torch.Tensor] = {}
                 parameters = {name: self._held[name] for name in base.pieces if name in self._held}
-                entries = _entries(log, step, buffers, self._held)
+                entries = _entries(log, step, buffers, self._held, len(members(self._optimizer)))
                 done = redo(parameters, self._optimizer, base, entries, _log.info, to=step, before=self._before)
         except AskError as error:
             return _Made(f"{where}: {error.what}")
@@ -316,28 +317,28 @@ def _other_model(what: str) -> UserError:
 
 
 def _entries(
-    log: OpenLog, step: int, buffers: dict[str, torch.Tensor], held: Mapping[str, Any]
+    log: OpenLog, step: int, buffers: dict[str, torch.Tensor], held: Mapping[str, Any], optimizers: int
 ) -> Iterator[Entry]:
-    """buffers: gets those of the last one. held: what they go into."""
+    """buffers: gets those of the last one. held: what they go into. optimizers: that step."""
     job, first = log.head.job, log.head.first
     due = {one.name for one in job.model if one.kind == "buffer" and not one.tied}
     memory: dict[str, torch.Tensor] = {}
     for entry in log.entries(step):
         where = f"iteration {entry.iteration} of the log"
         groups, skipped = entry.record["groups"], bool(entry.record["skipped"])
-        if len(groups) != 1 or entry.buffers.keys() != due:
-            raise UserError("does not say with which options its step was made, or not all buffers", where=where,
-                            remedy=_REMEDY)
+        if len(groups) != optimizers or entry.buffers.keys() != due:
+            raise UserError(f"says with which options {len(groups)} optimizers stepped, and here are {optimizers}; or"
+                            " not all buffers", where=where, remedy=f"the optimizers that the job had; {_REMEDY}")
         if odd := [name for name, value in entry.buffers.items() if value.shape != local(held[name]).shape]:
             raise UserError(f"has buffer {odd[0]!r} in another shape", where=where, remedy=_REMEDY)
-        stepped = record_of(groups[0], where)
-        fused = stepped.grad_scale is not None  # then the optimizer itself unscales
+        stepped = [record_of(one, where) for one in groups]
+        fused = any(one.grad_scale is not None for one in stepped)  # then the optimizer itself unscales
         wire = Wire(job.gradients.divisor, None if fused else entry.record["scale"], entry.record["clip"])
         gradients = _gradients(job, entry, entry.iteration - first, memory, where)
         buffers.clear()
         buffers |= entry.buffers
         yield Entry(
-            entry.iteration, [stepped],
+            entry.iteration, stepped,
             {name: TensorCopy(value, Place.SHARD if isinstance(held[name], DTensor) else Place.DEVICE)
              for name, value in gradients.items()}, skipped,
             entry.record["checksums"], wire,

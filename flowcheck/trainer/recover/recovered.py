@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from flowcheck.errors import UserError
 from flowcheck.job.version_status import UNVERIFIED, VERIFIED, VersionStatus
 from flowcheck.trainer.describe.extra import is_extra
-from flowcheck.trainer.describe.megatron_pieces import instances, is_whole, pieces_of, torch_optimizer
-from flowcheck.trainer.describe.parts import local
+from flowcheck.trainer.describe.megatron_pieces import is_megatron, pieces_of
+from flowcheck.trainer.describe.optimizers import members, optimizer_of
+from flowcheck.trainer.describe.parts import chunks_of, local
 from flowcheck.trainer.recover.logged import Loaded, Logged
 from flowcheck.trainer.recover.own import PARTS, Given
 from flowcheck.trainer.user import restore_rng
@@ -110,7 +111,7 @@ class Recovered:
         why = self.missing.get(name, "this rank gave none with it")
         raise _missing(name, self.step, why if self else "nothing was recovered, the job starts fresh")
 
-    def load(self, model: torch.nn.Module, optimizer: Any) -> None:
+    def load(self, model: Any, optimizer: Any) -> None:
         """What `load_state_dict` of both would do, also where they hold shards (DTensors of fully_shard, pieces of
         Megatron-Core's): what came is put into this rank's part of each. Raises UserError where it is of another shape
         or of other parameters.
@@ -121,15 +122,19 @@ class Recovered:
         its number, all ranks take the newest step whose checksums were the trainer's on the way: `step`, `status` and
         own states are then those of it, and `why` says why. Raises EnvironmentProblem: no step was verified. Model
         and optimizer are then as before. All ranks call it, if they recovered together."""
-        given_optimizer, optimizer = optimizer, torch_optimizer(optimizer)
-        for given, kind, name in ((model, torch.nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
-            if not isinstance(given, kind):
+        given_optimizer, optimizer = optimizer, optimizer_of(optimizer)
+        model = model if is_megatron(model) else chunks_of(model)
+        for given, fits, name in (
+            (model, isinstance(model, torch.nn.Module) or is_megatron(model), "model"),
+            (optimizer, isinstance(optimizer, torch.optim.Optimizer), "optimizer"),
+        ):
+            if not fits:
                 raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
                                 remedy="recovered.load(model, optimizer)")
         if self.log is not None:
             self._load_log(self.log, model, given_optimizer)
             return
-        pieces = pieces_of(model, given_optimizer) if instances(model) or is_whole(model) else None
+        pieces = pieces_of(model, given_optimizer) if is_megatron(model) else None
         whole_state = model.state_dict() if pieces is None else pieces.entries()
         self._check_extra(whole_state)
         held = {name: value for name, value in whole_state.items() if not is_extra(name)}
@@ -145,7 +150,8 @@ class Recovered:
                 remedy="the model and the optimizer of the job that made it",
             )
         sizes = [[len(group["params"]) for group in one] for one in (groups, optimizer.param_groups)]
-        lacks = sorted({name for group in groups for name in optimizer.defaults.keys() - group.keys()})
+        wanted = [one.defaults.keys() for one in members(optimizer) for _ in one.param_groups]
+        lacks = sorted({name for group, wants in zip(groups, wanted, strict=False) for name in wants - group.keys()})
         if sizes[0] != sizes[1] or lacks:
             what = f"its groups do not say {', '.join(lacks)}" if lacks else f"its groups have {sizes[0]} parameters"
             raise UserError(f"{self!r} is of another optimizer: {what}; here is {type(optimizer).__name__} of"
@@ -159,17 +165,19 @@ class Recovered:
         }
         whole = {**self.optimizer, "state": state}
         if pieces is not None:
-            pieces.load(values, whole)
+            pieces.put(values)
+            optimizer.load_state_dict(whole)
+            pieces.to_model()
             for name, value in extra.items():
-                cast("Any", model).module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+                pieces.module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         else:
             model.load_state_dict(values | extra)
             optimizer.load_state_dict(whole)
 
-    def _load_log(self, log: Logged, model: torch.nn.Module, optimizer: Any) -> None:
+    def _load_log(self, log: Logged, model: Any, optimizer: Any) -> None:
         try:
-            pieces = pieces_of(model, optimizer, log=True) if instances(model) or is_whole(model) else None
-            module = model if pieces is None else cast("torch.nn.Module", pieces.model.module)
+            pieces = pieces_of(model, optimizer, log=True) if is_megatron(model) else None
+            module: torch.nn.Module = model if pieces is None else pieces.module
             entries = module.state_dict(keep_vars=True)
             self._check_extra(entries)
         except UserError as error:
@@ -177,7 +185,7 @@ class Recovered:
             raise
         held = entries if pieces is None else pieces.entries()
         self._becomes(log.load(
-            {name: value for name, value in held.items() if not is_extra(name)}, torch_optimizer(optimizer),
+            {name: value for name, value in held.items() if not is_extra(name)}, optimizer_of(optimizer),
             lambda step, given: self._check_back(entries, step, given)))
         if pieces is not None:
             pieces.to_model()

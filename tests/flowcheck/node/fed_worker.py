@@ -3,10 +3,11 @@
     python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
 
 recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
-sharded: by fully_shard, of four ranks with replicas. instances: of Megatron-Core's distributed optimizer, 0: its
-DistributedDataParallel alone. optimizer: two of three write to gradients in their step. views: gradients are views of
-DDP's buckets, and are set to zero in place, as nothing counts it. hold: from this step on a node has kept each step
-before the next one begins, or has had SECONDS for it. stop: a file at which it ends.
+sharded: by fully_shard, of four ranks with replicas. optimizers: of matrices and of all else. instances: of
+Megatron-Core's distributed optimizer, 0: its DistributedDataParallel alone. experts: each rank has a layer of its own.
+chunks: of a pipeline. optimizer: two of three write to gradients in their step. views: gradients are views of DDP's
+buckets, and are set to zero in place, as nothing counts it. hold: from this step on a node has kept each step before
+the next one begins, or has had SECONDS for it. stop: a file at which it ends.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
-from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
+from flowcheck.trainer.describe.optimizers import members, optimizer_of
 from lab.megatron import Places, as_cuda, make
 
 TOKEN = "a token that only tests have"
@@ -71,7 +72,7 @@ class Old(torch.optim.Optimizer):
 
 OPTIMIZERS = {
     "nadam": torch.optim.NAdam, "old": Old, "adamw": torch.optim.AdamW,
-    "nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True),
+    "nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True, foreach=True), "muon": torch.optim.Muon,
 }
 
 
@@ -93,13 +94,52 @@ def hashed(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()
 
 
-def megatron(model: torch.nn.Module, rank: int, ranks: int, instances: int) -> tuple[Any, Any]:
+class Expert(Net):
+    """A layer that each rank has alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = torch.nn.Linear(16, 16)
+        for one in self.expert.parameters():
+            one.allreduce = False  # as Megatron-Core marks them
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.head(self.expert(self.embed(tokens).mean(1)))
+
+
+class Chunks(torch.nn.Module):
+    """Chunks of a pipeline, one after the other, as if all were on this rank."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        super().__init__()
+        self.chunks = torch.nn.ModuleList(chunks)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return sum(chunk(tokens) for chunk in self.chunks)
+
+    def no_sync(self) -> Any:
+        ends = contextlib.ExitStack()
+        for chunk in self.chunks:
+            ends.enter_context(chunk.no_sync())
+        return ends
+
+    def finish_grad_sync(self) -> None:
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+
+    def zero_grad_buffer(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+
+def megatron(model: list[torch.nn.Module], rank: int, ranks: int, instances: int, experts: bool) -> tuple[Any, Any]:
     """instances: of its distributed optimizer, whose buckets cut parameters; 0: it has none."""
     each = [dist.new_group([one]) for one in range(ranks)]
     size = ranks // max(instances, 1)
     inside = [dist.new_group(list(range(at, at + size))) for at in range(0, ranks, size)]
     across = [dist.new_group(list(range(at, ranks, size))) for at in range(size)]
-    places = Places(across[rank % size], inside[rank // size], dist.group.WORLD, each[rank])
+    places = Places(across[rank % size], inside[rank // size], dist.group.WORLD, each[rank],
+                    each[rank] if experts else None)
     return make(model, places, instances=max(instances, 1), bucket_elements=300, reduce_float32=True, clip=0.5,
                 use_distributed_optimizer=bool(instances),
                 optimizer={"lr": 0.01, "weight_decay": 0.01, "use_distributed_optimizer": bool(instances)})
@@ -110,39 +150,54 @@ def main(given: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{given['store']}", rank=rank, world_size=given["ranks"])
     torch.set_num_threads(1)
     torch.manual_seed(5)
-    bare, mesh, model = Net(), None, None
+    net = Expert if given.get("experts") else Net
+    nets = [net() for _ in range(given.get("chunks", 1))]
+    mesh, model, bare = None, None, nets[0] if len(nets) == 1 else torch.nn.ModuleList(nets)
     sharded = given.get("sharded")
     if sharded:
         if given["ranks"] > 2:
             mesh = init_device_mesh("cpu", (2, given["ranks"] // 2), mesh_dim_names=("replicate", "shard"))
-        fully_shard(bare.middle, mesh=mesh)
-        fully_shard(bare, mesh=mesh)
-    stepping: Any = None
+        for one in nets:
+            fully_shard(one.middle, mesh=mesh)
+            fully_shard(one, mesh=mesh)
+    handed: Any = None  # to attach and load
     instances = given.get("instances")
     if instances is not None:
-        model, stepping = megatron(bare.to(torch.bfloat16), rank, given["ranks"], instances)
-        optimizer = torch_optimizer(stepping)
+        chunks, handed = megatron([one.to(torch.bfloat16) for one in nets], rank, given["ranks"], instances,
+                                  bool(given.get("experts")))
+        optimizer, model = optimizer_of(handed), chunks[0] if len(chunks) == 1 else Chunks(chunks)
+    elif names := given.get("optimizers"):
+        matrices = [one for one in bare.parameters() if one.dim() > 1]
+        others = [one for one in bare.parameters() if one.dim() < 2]
+        handed = [OPTIMIZERS[name](some, lr=0.01) for name, some in zip(names, (matrices, others), strict=True)]
+        optimizer = optimizer_of(handed)
     else:
-        optimizer = OPTIMIZERS[given.get("optimizer", "nadam")](bare.parameters(), lr=0.01)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        handed = optimizer = OPTIMIZERS[given.get("optimizer", "nadam")](bare.parameters(), lr=0.01)
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 3, 0.9) for one in members(optimizer)]
     step, epoch, whence = 0, 0, ""
     if given.get("recover"):
-        alone, some = instances == 1 or (sharded and not mesh), instances == 2 or sharded
+        alone = instances == 1 or given.get("experts") or (sharded and not mesh)
+        some = instances == 2 or sharded
         recovered = flowcheck.recover(given["api"], token=TOKEN, run_id="fed",
                                       shard=f"rank{rank}" if alone else f"shard{rank % 2}" if some else None)
-        recovered.load(model if stepping else bare, stepping or optimizer)
-        schedule.load_state_dict(recovered.scheduler)
+        recovered.load(nets if sharded and len(nets) > 1 else bare if instances is None
+                       else chunks if len(chunks) > 1 else model, handed)
+        for schedule, there in zip(schedules, recovered.user["schedules"], strict=True):
+            schedule.load_state_dict(there)
         recovered.restore_rng()
         step, epoch, whence = recovered.step, recovered.epoch, recovered.source
-    if not stepping:
-        model = bare if sharded else DistributedDataParallel(bare, gradient_as_bucket_view=bool(given.get("views")))
+    if sharded:
+        chunks, model = nets, Chunks(nets) if len(nets) > 1 else bare
+    elif instances is None:
+        model = DistributedDataParallel(bare, gradient_as_bucket_view=bool(given.get("views")))
     if not given.get("recover"):
         torch.manual_seed(100 + rank)
     attachment = None
     if given.get("node"):
         attachment = flowcheck.attach(
-            model, stepping or optimizer, node=given["node"], token=TOKEN, run_id="fed", epoch=epoch, iteration=step,
-            checksum_every=5, kind=given.get("kind", "log"), source="feed", scheduler=schedule)
+            chunks if isinstance(model, Chunks) else model, handed, node=given["node"], token=TOKEN, run_id="fed",
+            epoch=epoch, iteration=step, checksum_every=5, kind=given.get("kind", "log"), source="feed",
+            scheduler=None if len(schedules) > 1 else schedules[0])
     die, instant = given.get("die") or (-1, "")
     print(json.dumps({"step": step, "whence": str(whence), "hash": hashed(bare, optimizer)}), flush=True)
     while step < given["until"]:
@@ -155,30 +210,34 @@ def main(given: dict[str, Any]) -> None:
             tokens = torch.randint(37, (8, 4), generator=data)
             with model.no_sync() if not (part or sharded) else torch.enable_grad():
                 if sharded:
-                    bare.set_requires_gradient_sync(bool(part))
+                    for one in nets:
+                        one.set_requires_gradient_sync(bool(part))
                 loss = model(tokens).float().square().mean()
                 at("forward")
                 loss.backward()
         at("backward")
-        if stepping:
+        if instances is not None:
             model.finish_grad_sync()
         else:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         if step % 7 != 6:  # as after an overflow
-            (stepping or optimizer).step()
+            for one in handed if isinstance(handed, list) else [handed]:
+                one.step()
         at("step")
-        schedule.step()
-        if stepping:
+        for schedule in schedules:
+            schedule.step()
+        if instances is not None:
             model.zero_grad_buffer()
-            stepping.zero_grad()
+            handed.zero_grad()
         elif given.get("views"):
             for one in bare.parameters():
                 if one.grad is not None:
                     one.grad.data.zero_()
         else:
-            optimizer.zero_grad()
+            for one in members(optimizer):
+                one.zero_grad()
         if attachment is not None:
-            attachment.step()
+            attachment.step(user={"schedules": [schedule.state_dict() for schedule in schedules]})
         step += 1
         state = str(attachment.state) if attachment is not None else ""
         print(json.dumps({"step": step, "hash": hashed(bare, optimizer), "state": state,

@@ -60,13 +60,13 @@ class Ranks:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[int, str]]:
-    """undisturbed(sharded, optimizer, ranks) -> what the state is after each step."""
+    """undisturbed(sharded, optimizer, ranks, ...) -> what the state is after each step."""
 
     @cache
-    def hashes(sharded: bool = False, optimizer: str = "nadam", ranks: int = 2,
-               instances: int | None = None) -> dict[int, str]:
-        alone = Ranks(tmp_path_factory.mktemp("alone"), ranks, until=50, sharded=sharded,
-                      optimizer=optimizer, instances=instances)
+    def hashes(sharded: bool = False, optimizer: str = "nadam", ranks: int = 2, instances: int | None = None,
+               optimizers: tuple[str, ...] = (), experts: bool = False, chunks: int = 1) -> dict[int, str]:
+        alone = Ranks(tmp_path_factory.mktemp("alone"), ranks, until=50, sharded=sharded, optimizer=optimizer,
+                      instances=instances, optimizers=optimizers, experts=experts, chunks=chunks)
         return {one["step"]: one["hash"] for one in alone.finish()}
 
     return hashes
@@ -168,15 +168,23 @@ def goes_on(
     Ranks(folder, node=address, until=die[0] + 5, sharded=sharded, die=die, hold=8, **more).finish()
     again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
     assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
-    wanted = undisturbed(sharded, more.get("optimizer", "nadam"), more.get("ranks", 2), more.get("instances"))
+    wanted = undisturbed(sharded, more.get("optimizer", "nadam"), more.get("ranks", 2), more.get("instances"),
+                         more.get("optimizers", ()), more.get("experts", False), more.get("chunks", 1))
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
 @pytest.mark.parametrize(("how", "instant"), [
     pytest.param({}, "backward", id="ddp"), pytest.param({"sharded": True}, "step", id="fsdp2"),
-    pytest.param({"instances": 1, "kind": "replica"}, "step", id="megatron-replica"),
+    pytest.param({"instances": 1, "kind": "replica", "experts": True, "chunks": 2}, "step", id="megatron-replica"),
+    pytest.param({"optimizers": ("muon", "adamw")}, "step", id="muon-adamw"),
     *(pytest.param(how, instant, id=name, marks=pytest.mark.slow) for name, how, instant in [
         ("nesterov", {"optimizer": "nesterov"}, "step"), ("megatron", {"instances": 1}, "forward"),
+        ("megatron-one-chunk", {"instances": 1, "kind": "replica"}, "step"),
+        ("megatron-experts", {"instances": 1, "experts": True, "chunks": 2}, "boundary"),
+        ("two", {"kind": "replica", "optimizers": ("adamw", "adamw"), "sharded": True}, "backward"),
+        ("muon-adamw-fsdp2", {"optimizers": ("muon", "adamw"), "sharded": True, "chunks": 2}, "boundary"),
+        ("instances-experts", {"instances": 2, "ranks": 4, "kind": "replica", "experts": True}, "forward"),
+        ("whole-experts", {"instances": 0, "kind": "replica", "experts": True}, "step"),
         ("hsdp-replica", REPLICA | {"sharded": True, "ranks": 4}, "boundary"),
         ("whole", {"instances": 0, "kind": "replica"}, "backward"),
         ("instances", {"instances": 2, "ranks": 4, "kind": "replica"}, "boundary"),
@@ -199,7 +207,9 @@ def test_a_job_that_was_killed_goes_on_bit_for_bit(
 def test_whenever_it_is_killed(start_node: Any, tmp_path: Path, undisturbed: Any, seed: int) -> None:
     chance = random.Random(seed)
     how: dict[str, Any] = chance.choice([{}, {"sharded": True}, {"views": True}, {"optimizer": "old"},
-                                         {"optimizer": "nesterov"}, REPLICA, REPLICA | {"sharded": True}])
+                                         {"optimizer": "nesterov"}, REPLICA, REPLICA | {"sharded": True},
+                                         {"optimizers": ("muon", "adamw"), "sharded": True},
+                                         {"instances": 1, "kind": "replica", "experts": True, "chunks": 2}])
     goes_on(start_node(), tmp_path / "job", undisturbed, (chance.randrange(12, 40), chance.choice(INSTANTS)), **how)
 
 

@@ -336,7 +336,7 @@ def test_close_says_goodbye_once(training, hand_node) -> None:
     one.attachment.close(LONGEST)
     assert peer.expect("record")["iteration"] == 3 and peer.expect("bye") == {} and peer.ended()
     one.iterate(2)  # the optimizer's hook is gone, and nothing is counted
-    assert (one.attachment.state, one.attachment.number, one.attachment._hooks.steps) == ("closed", 4, 0)
+    assert (one.attachment.state, one.attachment.number, one.attachment._hooks.taken()) == ("closed", 4, [0])
     assert one.attachment.why == ""
 
 

@@ -32,7 +32,7 @@ def parameters() -> list[torch.nn.Parameter]:
 @pytest.fixture
 def layout(parameters: list[torch.nn.Parameter]) -> FeedLayout:
     return FeedLayout([[("a", parameters[0]), ("b", parameters[1])], [("c", parameters[2]), ("d", parameters[3])]],
-                      torch.float32, torch.device("cpu"), range(2))
+                      [0, 0], torch.float32, torch.device("cpu"), range(2))
 
 
 @pytest.fixture
@@ -74,6 +74,7 @@ def test_what_the_optimizer_reads_is_sent(slots: Slots, parameters: list[torch.n
     for _ in range(5):
         wanted, slot = read(parameters), slots.take()
         assert slot is not None
+        slot.begin()
         for one in parameters:
             one.grad = torch.randn_like(one)  # a backward pass that has memory of its own
         assert sent(slot) == wanted
@@ -84,6 +85,7 @@ def test_of_a_third_step_nothing_is_taken_while_two_are_on_their_way(slots: Slot
     for _ in range(2):
         slot = slots.take()
         assert slot is not None
+        slot.begin()
         pieces.append(slot.pieces(0))
     assert slots.take() is None
     slot.end()
@@ -147,5 +149,7 @@ def test_another_kind_of_gradient_is_refused(
 
         layout.buckets[1][1] = ("d", torch.nn.Parameter(odd.clone()))
         layout.buckets[1][1][1].grad = odd
+    slot = slots.take()
+    assert slot is not None
     with pytest.raises(UserError):
-        slots.take()
+        slot.begin()

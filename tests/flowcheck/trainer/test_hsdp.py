@@ -395,6 +395,6 @@ def test_what_is_changed_in_shards_is_seen(world, what: str) -> None:
         one.optimizer.zero_grad()
         if turn:
             after(one)
-        found = changes.over(1)
+        found = changes.over([1])
         assert (found is None) == (not turn or what == "nothing"), found
     part.close()

@@ -18,7 +18,8 @@ from flowcheck.errors import UserError
 from flowcheck.trainer.describe.described import check_gradients, group_options
 from flowcheck.trainer.describe.description import Watch, entries
 from flowcheck.trainer.describe.megatron import Megatron
-from flowcheck.trainer.describe.megatron_pieces import instances, torch_optimizer
+from flowcheck.trainer.describe.megatron_pieces import instances
+from flowcheck.trainer.describe.optimizers import optimizer_of
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.recover.recovered import Recovered
@@ -66,7 +67,7 @@ class Job:
             Chain().to(dtype), self.places, instances=2, bucket_elements=bucket_elements,
             reduce_float32=reduce_float32, clip=clip, optimizer={"lr": 0.01, "weight_decay": 0.1} | (config or {}),
             **settings)
-        self.inner = torch_optimizer(self.optimizer)
+        self.inner = optimizer_of(self.optimizer)
         self.dtype = dtype
         self.wires: list[torch.Tensor] = self.places.across.reduced  # what is AllReduced across instances
 
@@ -128,7 +129,7 @@ class Gpt(Job):
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, clip_grad=0.1, bf16=True,
                             use_distributed_optimizer=True), [self.model], use_gloo_process_groups=False)
-        self.inner, self.dtype = torch_optimizer(self.optimizer), torch.bfloat16
+        self.inner, self.dtype = optimizer_of(self.optimizer), torch.bfloat16
         self.wires = parallel_state.get_inter_distributed_optimizer_instance_group().reduced
 
     def backward(self, scale: float = 1.0) -> None:
@@ -417,7 +418,7 @@ def _precise(job: Job) -> None:
 
 
 def _chunks(job: Job) -> None:
-    job.optimizer.chained_optimizers[0].model_chunks *= 2
+    job.optimizer.chained_optimizers[0].model_chunks.append(job.model.module)
 
 
 def _stub(job: Job) -> None:
@@ -436,7 +437,7 @@ def _stub(job: Job) -> None:
     (_moved, "Megatron-Core", "is another one than is known: gradients lie elsewhere"),
     (_lacks, "Megatron-Core", "is another one than is known: its DistributedDataParallel has no inter_dist_opt_group"),
     (_precise, "optimizer", "steps parameters without float32 ones"),
-    (_chunks, "optimizer", "steps 2 parts of a model"),
+    (_chunks, "optimizer", "steps 2 chunks of a model, and 1 are given"),
     (_stub, "optimizer", "steps nothing on this rank"),
 ])
 def test_what_cannot_be_followed_is_refused_by_name(alter: Callable[[Job], None], where: str, what: str) -> None:

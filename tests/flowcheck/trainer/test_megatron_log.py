@@ -20,7 +20,7 @@ from flowcheck.control.checksum import checksums
 from flowcheck.job.model import LOG
 from flowcheck.rebuild.version.records import StepRecord
 from flowcheck.trainer.describe.description import Watch, entries
-from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
+from flowcheck.trainer.describe.optimizers import optimizer_of
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.log.codec import record_tree
 from flowcheck.trainer.log.record import StepRecord as Stepped
@@ -75,7 +75,7 @@ class Rank:
             chain, places, instances=max(instances, 1), bucket_elements=SMALL,
             reduce_float32=reduce_float32, clip=clip, use_distributed_optimizer=bool(instances),
             optimizer={"lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": bool(instances)} | config)
-        self.inner = torch_optimizer(self.optimizer)
+        self.inner = optimizer_of(self.optimizer)
 
     def step(self, number: int, scale: float = 1.0) -> list[torch.Tensor]:
         """An iteration; what it AllReduced."""

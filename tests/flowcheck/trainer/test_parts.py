@@ -16,7 +16,7 @@ import flowcheck
 from flowcheck.errors import UserError
 from flowcheck.job.model import LOG
 from flowcheck.trainer.describe.description import entries
-from flowcheck.trainer.describe.megatron_pieces import torch_optimizer
+from flowcheck.trainer.describe.optimizers import optimizer_of
 from flowcheck.trainer.describe.parts import position
 from flowcheck.trainer.describe.wrapped import MEGATRON, parts_of, refuse_model, refuse_optimizer
 
@@ -221,10 +221,10 @@ def test_torchs_optimizer_is_looked_for_in_megatrons_alone(module: str) -> None:
     inner = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     one = made(module, "ChainedOptimizer")
     one.optimizer = inner
-    assert torch_optimizer(one) is (inner if module.startswith("megatron") else one)
-    assert torch_optimizer(inner) is inner
-    one.chained_optimizers = [one, one]
-    assert torch_optimizer(one) is one
+    assert optimizer_of(one) is (inner if module.startswith("megatron") else one)
+    assert optimizer_of(inner) is inner
+    one.chained_optimizers = [one, made(module, "MegatronOptimizer")]
+    assert optimizer_of(one) is one
 
 
 @pytest.mark.parametrize(("module", "name", "what"), [
