@@ -2,12 +2,13 @@
 
     python -P fed_worker.py '{"rank": 0, "ranks": 2, "store": FILE, "node": "HOST:PORT", "api": "HOST:PORT", ...}'
 
-recover: begin with what nodes have. until: the step at which it ends. die: [step, instant] at which it is killed.
-sharded: by fully_shard, of four ranks with replicas. optimizers: of matrices and of all else. instances: of
-Megatron-Core's distributed optimizer, 0: its DistributedDataParallel alone. experts: each rank has a layer of its own.
-chunks: of a pipeline. optimizer: two of three write to gradients in their step. views: gradients are views of DDP's
-buckets, and are set to zero in place, as nothing counts it. hold: from this step on a node has kept each step before
-the next one begins, or has had SECONDS for it. stop: a file at which it ends.
+nodes: of each rank; node: of all of them. recover: begin with what they have. until: the step at which it ends. die:
+[step, instant] at which it is killed. sharded: by fully_shard, of four ranks with replicas; mixed: without, and in bf16
+with float32 parameters. optimizers: of matrices and of all else. instances: of Megatron-Core's distributed optimizer,
+0: its DistributedDataParallel alone. experts: each rank has a layer of its own. chunks: of a pipeline. optimizer: two
+of three write to gradients in their step. views: gradients are views of DDP's buckets, and are set to zero in place, as
+nothing counts it. hold: from this step on a node has kept each step before the next one begins, or has had SECONDS for
+it. stop: a file at which it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -155,11 +156,14 @@ def main(given: dict[str, Any]) -> None:
     mesh, model, bare = None, None, nets[0] if len(nets) == 1 else torch.nn.ModuleList(nets)
     sharded = given.get("sharded")
     if sharded:
-        if given["ranks"] > 2:
+        if given["ranks"] > 2 and not given.get("mixed"):
             mesh = init_device_mesh("cpu", (2, given["ranks"] // 2), mesh_dim_names=("replicate", "shard"))
         for one in nets:
-            fully_shard(one.middle, mesh=mesh)
-            fully_shard(one, mesh=mesh)
+            if given.get("mixed"):
+                one.norm = torch.nn.LayerNorm(16)  # torch's batch norm takes no bf16 beside float32 buffers
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.get("mixed") else None
+            for module in (one.middle, one):
+                fully_shard(module, mesh=mesh, **({"mp_policy": policy} if policy else {}))
     handed: Any = None  # to attach and load
     instances = given.get("instances")
     if instances is not None:
@@ -175,6 +179,7 @@ def main(given: dict[str, Any]) -> None:
         handed = optimizer = OPTIMIZERS[given.get("optimizer", "nadam")](bare.parameters(), lr=0.01)
     schedules = [torch.optim.lr_scheduler.StepLR(one, 3, 0.9) for one in members(optimizer)]
     step, epoch, whence = 0, 0, ""
+    node = given["nodes"][rank] if given.get("nodes") else given.get("node")
     if given.get("recover"):
         alone = instances == 1 or given.get("experts") or (sharded and not mesh)
         some = instances == 2 or sharded
@@ -193,9 +198,9 @@ def main(given: dict[str, Any]) -> None:
     if not given.get("recover"):
         torch.manual_seed(100 + rank)
     attachment = None
-    if given.get("node"):
+    if node:
         attachment = flowcheck.attach(
-            chunks if isinstance(model, Chunks) else model, handed, node=given["node"], token=TOKEN, run_id="fed",
+            chunks if isinstance(model, Chunks) else model, handed, node=node, token=TOKEN, run_id="fed",
             epoch=epoch, iteration=step, checksum_every=5, kind=given.get("kind", "log"), source="feed",
             scheduler=None if len(schedules) > 1 else schedules[0])
     die, instant = given.get("die") or (-1, "")

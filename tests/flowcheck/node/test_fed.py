@@ -19,6 +19,7 @@ import pytest
 from tests.flowcheck.hand_node import until
 
 from .conftest import NodeProcess
+from .registry_scene import free_ports
 
 WORKER = Path(__file__).with_name("fed_worker.py")
 LONGEST = 120.0
@@ -64,20 +65,32 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[
 
     @cache
     def hashes(sharded: bool = False, optimizer: str = "nadam", ranks: int = 2, instances: int | None = None,
-               optimizers: tuple[str, ...] = (), experts: bool = False, chunks: int = 1) -> dict[int, str]:
+               optimizers: tuple[str, ...] = (), experts: bool = False, chunks: int = 1,
+               mixed: bool = False) -> dict[int, str]:
         alone = Ranks(tmp_path_factory.mktemp("alone"), ranks, until=50, sharded=sharded, optimizer=optimizer,
-                      instances=instances, optimizers=optimizers, experts=experts, chunks=chunks)
+                      instances=instances, optimizers=optimizers, experts=experts, chunks=chunks, mixed=mixed)
         return {one["step"]: one["hash"] for one in alone.finish()}
 
     return hashes
 
 
-def settings(folder: Path, port: int = 0, more: str = "") -> str:
+HOLDER = """
+name = "holder"
+[tokens]
+reader = "{0}"
+peer = "{0}"
+[api]
+listen = "127.0.0.1:0"
+"""
+
+
+def settings(folder: Path, port: int = 0, name: str = "node") -> str:
     """Of a node without a mirror port."""
     (folder / "token").write_text(TOKEN)
     (folder / "token").chmod(0o600)
     return f"""
-groups = 2
+name = "{name}"
+groups = 4
 [feed]
 [control]
 listen = "127.0.0.1:{port}"
@@ -92,7 +105,7 @@ directory = "{folder / 'out'}"
 [journal]
 directory = "{folder / 'journal'}"
 megabytes = 64
-{more}"""
+"""
 
 
 @pytest.fixture
@@ -117,13 +130,7 @@ def start_holder(tmp_path: Path) -> Iterator[Callable[[str], NodeProcess]]:
             folder = tmp_path / "holder"
             folder.mkdir()
             token = tmp_path / "token"
-            return ends.enter_context(contextlib.closing(NodeProcess(folder, f'''
-name = "holder"
-[tokens]
-reader = "{token}"
-peer = "{token}"
-[api]
-listen = "127.0.0.1:0"
+            return ends.enter_context(contextlib.closing(NodeProcess(folder, HOLDER.format(token) + f'''
 [protect]
 copies = ["{source}"]
 every = 5
@@ -144,7 +151,7 @@ def asked(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 def test_what_a_node_would_take(tmp_path: Path) -> None:
     done = asked(tmp_path, settings(tmp_path))
     said = json.loads(done.stdout)
-    assert said["journal"]["example"] and said["gradients"] == 2 * 4 * said["journal"]["entry"]
+    assert said["journal"]["example"] and said["gradients"] == 4 * 4 * said["journal"]["entry"]
     assert (done.returncode, done.stderr) == (0, "")
     bare = asked(tmp_path, settings(tmp_path).partition("[journal]")[0])
     assert (bare.returncode, bare.stderr) == (0, "")
@@ -169,7 +176,8 @@ def goes_on(
     again = Ranks(folder, node=address, api=api, recover=True, until=50, sharded=sharded, **more).finish()
     assert die[0] - 3 <= again[0]["step"] <= die[0] + 1
     wanted = undisturbed(sharded, more.get("optimizer", "nadam"), more.get("ranks", 2), more.get("instances"),
-                         more.get("optimizers", ()), more.get("experts", False), more.get("chunks", 1))
+                         more.get("optimizers", ()), more.get("experts", False), more.get("chunks", 1),
+                         more.get("mixed", False))
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
@@ -178,6 +186,7 @@ def goes_on(
     pytest.param({"instances": 1, "kind": "replica", "experts": True, "chunks": 2}, "step", id="megatron-replica"),
     pytest.param({"optimizers": ("muon", "adamw")}, "step", id="muon-adamw"),
     *(pytest.param(how, instant, id=name, marks=pytest.mark.slow) for name, how, instant in [
+        ("fsdp2-mixed", REPLICA | {"sharded": True, "ranks": 4, "mixed": True}, "step"),
         ("nesterov", {"optimizer": "nesterov"}, "step"), ("megatron", {"instances": 1}, "forward"),
         ("megatron-one-chunk", {"instances": 1, "kind": "replica"}, "step"),
         ("megatron-experts", {"instances": 1, "experts": True, "chunks": 2}, "boundary"),
@@ -230,6 +239,50 @@ def test_a_host_that_is_lost_comes_back_from_what_another_has_copied(
                   **REPLICA).finish()
     wanted = undisturbed(True, "adamw")
     assert again[0]["step"] == 20
+    assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
+
+
+@pytest.fixture
+def start_group(tmp_path: Path) -> Iterator[Callable[[], list[NodeProcess]]]:
+    """Two hosts with a rank and a node each, and one that has parity of both."""
+    with contextlib.ExitStack() as ends:
+        def start() -> list[NodeProcess]:
+            ports, started = free_ports(3), []
+            members = ", ".join(f'{{ api = "127.0.0.1:{port}" }}' for port in ports)
+            for number, port in enumerate(ports):
+                folder = tmp_path / f"host{number}"
+                folder.mkdir()
+                text = settings(folder, name=f"host{number}") if number < 2 else HOLDER.format(folder / "token")
+                text = text.replace('[api]\nlisten = "127.0.0.1:0"', f'[api]\nlisten = "127.0.0.1:{port}"')
+                text += f"""
+[nodes]
+addresses = [{members}]
+[protect]
+parity = "2+1"
+every = 5
+directory = "{folder}"
+seconds = 0.05
+"""
+                began = "listening" if number < 2 else "holder_ready"
+                started.append(ends.enter_context(contextlib.closing(NodeProcess(folder, text, began=began))))
+            return started
+
+        yield start
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_comes_back_from_parity(start_group: Any, tmp_path: Path, undisturbed: Any) -> None:
+    """The other host has its own shard still."""
+    first, second, holder = nodes = start_group()
+    Ranks(tmp_path / "job", nodes=[f"127.0.0.1:{one.address[1]}" for one in nodes[:2]], until=25, die=(20, "step"),
+          hold=8, sharded=True, **REPLICA).finish()
+    holder.seen("protected", step=20)
+    first.end(signal.SIGKILL)
+    shutil.rmtree(first.folder)
+    api = ",".join(one.seen("listening" if one is second else "holder_ready")["api"] for one in (second, holder))
+    again = Ranks(tmp_path / "job", api=api, recover=True, until=30, sharded=True, **REPLICA).finish()
+    wanted = undisturbed(True, "adamw")
+    assert again[0]["step"] == 20 and "parity" in again[0]["whence"]
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
 
 
