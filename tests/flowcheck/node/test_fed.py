@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -46,6 +47,11 @@ class Ranks:
                 self.processes.append(subprocess.Popen(
                     [sys.executable, "-P", str(WORKER), json.dumps(given | more)], stdout=out, stderr=subprocess.PIPE,
                     text=True))
+
+    @property
+    def said(self) -> Path:
+        """By rank 0."""
+        return self._said[0]
 
     def finish(self) -> Trained:
         """What rank 0 has said."""
@@ -284,6 +290,31 @@ def test_a_host_that_is_lost_comes_back_from_parity(start_group: Any, tmp_path: 
     wanted = undisturbed(True, "adamw")
     assert again[0]["step"] == 20 and "parity" in again[0]["whence"]
     assert [one["step"] for one in again if one["hash"] != wanted[one["step"]]] == []
+
+
+def resident(process: int) -> int:
+    """Bytes of memory that is this process's own."""
+    said = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(said.split("RssAnon:")[1].split()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [REPLICA | {"sharded": True}, {"optimizers": ("muon", "adamw")}], ids=["fsdp2", "log"])
+def test_memory_stays_what_it_was_for_a_thousand_steps(start_node: Any, tmp_path: Path, how: dict[str, Any]) -> None:
+    node = start_node()
+    ranks = Ranks(tmp_path / "job", node=f"127.0.0.1:{node.address[1]}", until=1000, hold=900, **how)
+    processes = [node.process.pid, *(one.pid for one in ranks.processes)]
+
+    def reach(step: int) -> None:
+        while ranks.processes[0].poll() is None and ranks.said.read_text().count("\n") < step:
+            time.sleep(0.05)
+
+    reach(250)
+    before = [resident(one) for one in processes]
+    reach(950)
+    grown = [resident(one) - was for one, was in zip(processes, before, strict=True)]
+    assert ranks.finish()[-1]["published"] > 950
+    assert max(grown) < 8 << 20, grown
 
 
 def has_a_log(node: NodeProcess, name: str) -> bool:
