@@ -65,7 +65,9 @@ class Version:
         self.masters = {n: self._tensors[n, "p"] for n in self._states if (n, "low") in self._tensors}
         self._steps, self._packed = self._tensors["", "steps"], self._tensors["", "options"]
         self._optimizer: dict[str, Any] = store.layout["optimizer"]
-        self._order = {name: i for i, name in enumerate(self._states)}
+        # As who made the file counts: `states` comes back out of it sorted by name.
+        named = itertools.chain.from_iterable(group["params"] for group in self._optimizer["groups"])
+        self._order = {name: i for i, name in enumerate(named)}
         self._adam = self._optimizer["name"] != "sgd"
 
     @property

@@ -359,10 +359,11 @@ class Attachment(IterationInputs):
         try:
             refresh(self._optimizer)
             self._keeper.look(self._say)
-            for one in self._parts:
-                one.before_step(which, self._hooks.is_last(which))
             self._changes.ready(self._hooks.are_near(which), which)
-            check_gradients(self._described, members(self._optimizer)[which], all_there=self._changes.complete)
+            if not self._changes.regrouped:
+                for one in self._parts:
+                    one.before_step(which, self._hooks.is_last(which))
+                check_gradients(self._described, members(self._optimizer)[which], all_there=self._changes.complete)
             self._stepping()
         except Exception as error:
             self._refuse(error)
@@ -372,7 +373,7 @@ class Attachment(IterationInputs):
             return
         try:
             refresh(self._optimizer)
-            for one in self._parts:
+            for one in self._parts if not self._changes.regrouped else ():
                 one.after_step(which)
             self._changes.stepped(which)
         except Exception as error:

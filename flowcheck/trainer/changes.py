@@ -16,8 +16,8 @@ tensor, no kernel, and no wait for a device:
                                      by nothing else, and those of parameters that nobody steps not at all; the
                                      optimizer's groups, their members, options that decide how it
                                      rounds, and its state: which object, how many entries
-    from a step to the next one      of WINDOW parameters, others each time: where they lie, and the objects, keys and
-                                     versions of their state
+    from a step to the next one      of WINDOW parameters of each optimizer, others each time: where they lie, and the
+                                     objects, keys and versions of their state
 
 What nothing counts (writing through `.data`) is left to the sample in the step records. torch and the standard library;
 the training thread.
@@ -121,14 +121,13 @@ class Changes:
         self._found: Change | None = None
         self._before: int | None = None  # versions before a step whose move is not known
         self._groups, self._state, self._entries = optimizer.param_groups, optimizer.state, len(optimizer.state)
-        self._due = len(self._members)  # members that have not stepped since the last look through the window
         self._held = [list(group["params"]) for group in optimizer.param_groups]
         self._flags = list(map(_flags, optimizer.param_groups))
         self._options = Unchanged()  # what is said of them: their move, None: not known yet; are the flags as before
         parameters = list(chain.from_iterable(self._held))
         self._looks = looks_at([*parameters, *chain.from_iterable(one.parameters for one in self._gradients),
                                 *self._constants])
-        self._window = _Window(self._looks, self._state, parameters)
+        self._windows = [_Window(looks_at(held), self._state, held) for held in map(_parameters, self._members)]
         self._versions, self._kept = self._written(), self._looks.versions(self._constants)
         self._drop()
         heard = {id(one) for each in self._gradients for one in each.parameters}
@@ -202,7 +201,7 @@ class Changes:
         if not self.complete and any(one.expected and not one.held for one in self._gradients):
             self._find("the optimizer stepped with gradients that no backward pass of this iteration has reduced: is"
                        " attachment.step() called before optimizer.step()?", Rule.REFUSED)
-        self._look_through_window()
+        self._look_through(self._windows[which])
         self._before = self._written() if alone and self._said()[0][which] is None else None
 
     def stepped(self, which: int = 0) -> None:
@@ -211,18 +210,15 @@ class Changes:
             self._moves[self._deciding(which)] = self._written() - self._before
             self._before, self._options = None, Unchanged()
         self._drop()
-        self._due -= 1
-        if not self._due:
-            self._turn()
+        self._windows[which].turn()
 
-    def _turn(self) -> None:
-        self._window.turn()
-        self._due = len(self._members)
+    @property
+    def regrouped(self) -> bool:
+        """Has the optimizer more or fewer groups since the boundary? The next one says so."""
+        return len(self._optimizer.param_groups) != len(self._held)
 
-    def _look_through_window(self) -> None:
-        if self._due < len(self._members):
-            return  # some of it has been stepped since
-        if self._optimizer.state is self._state and (odd := self._window.odd()):
+    def _look_through(self, window: _Window) -> None:
+        if self._optimizer.state is self._state and (odd := window.odd()):
             self._find(_ODD[odd])
 
     def _said(self) -> tuple[list[int | None], bool]:
@@ -250,9 +246,8 @@ class Changes:
         moves, same = self._said()
         written = self._look_at_groups(same)
         if self._found is None:
-            self._look_through_window()
-        if self._due < len(self._members):
-            self._turn()
+            for window in self._windows:
+                self._look_through(window)
         due = self._versions + sum(count * (move or 0) for count, move in zip(steps, moves, strict=True))
         if self._found is None and written != due:
             self._find("parameters were written to outside of optimizer.step()" if any(steps) else
@@ -287,6 +282,10 @@ class Changes:
             return self._written()
         self.trained = looked[1]
         return int(looked[0])
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _flags(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -71,13 +71,16 @@ class Several(torch.optim.Optimizer):
         self.members = list(optimizers)
         self.defaults = {}
         self.param_groups = _groups(self.members)
+        self._lists = [one.param_groups for one in self.members]
         self.state: Any = _States(self.members)
 
     def refresh(self) -> None:
         """As `members` are now. Other objects where theirs are others."""
-        groups = _groups(self.members)
-        if len(groups) != len(self.param_groups) or any(map(is_not, groups, self.param_groups)):
-            self.param_groups = groups
+        lists = [one.param_groups for one in self.members]
+        if any(map(is_not, lists, self._lists)):
+            self._lists, self.param_groups = lists, _groups(self.members)
+        else:
+            self.param_groups[:] = _groups(self.members)
         if any(one.state is not kept for one, kept in zip(self.members, self.state.kept, strict=True)):
             self.state = _States(self.members)
         else:
@@ -114,8 +117,9 @@ def optimizer_of(given: Any) -> Any:
         return found[0]
     held = [id(parameter) for one in found for parameter in _parameters(one)]
     if len(set(held)) < len(held):
-        raise UserError("two of several have the same parameter", where="optimizer",
-                        remedy="each parameter in one optimizer")
+        what = "one of several is there twice" if len(set(map(id, found))) < len(found) else (
+            "two of several have the same parameter")
+        raise UserError(what, where="optimizer", remedy="each parameter in one optimizer")
     return Several(found)
 
 

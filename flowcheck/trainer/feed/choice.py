@@ -17,6 +17,7 @@ import torch.distributed as dist
 from flowcheck.errors import UserError
 from flowcheck.job.model import FEED, LOG, MIRROR
 from flowcheck.trainer.describe.megatron import Megatron
+from flowcheck.trainer.describe.optimizers import optimizer_of
 from flowcheck.trainer.describe.parts import Ddp, Part
 from flowcheck.trainer.describe.wrapped import parts_of
 from flowcheck.trainer.feed.part import Sent, sent_part
@@ -37,6 +38,7 @@ def choose_source(
         parts: list[Part] = []
         try:
             parts = parts_of(model, optimizer, kind)
+            _check_optimizer(optimizer)
             if kind == LOG:
                 _check_log(parts, Ddp | Megatron)
             if asked == AUTO:
@@ -49,9 +51,17 @@ def choose_source(
                 raise
             say(f'gradients are sent (source="feed"), because no mirror can be read: {error.where}: {error.what}')
     parts = [Sent(part) for part in parts_of(model, optimizer, kind, sent_part)]
+    _check_optimizer(optimizer)
     if kind == LOG:
         _check_log(parts, Part)
     return parts, FEED
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raises UserError: it is none, nor several."""
+    if not hasattr(optimizer_of(optimizer), "param_groups"):
+        raise UserError(f"a {type(optimizer).__name__} is given, which is none", where="optimizer",
+                        remedy="an optimizer, or a list or dict of optimizers alone")
 
 
 def _check_log(parts: Sequence[Part], kinds: Any) -> None:

@@ -18,9 +18,11 @@ import torch
 
 from flowcheck.control.checksum import sum_text
 from flowcheck.control.protocol import Base, Link
+from flowcheck.errors import UserError
 from flowcheck.trainer.connection import bulk_queue
 from flowcheck.trainer.connection.bulk_queue import Pieces
 from flowcheck.trainer.connection.sender import Sender
+from flowcheck.trainer.describe.optimizers import members
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import BaseHead, BasePiece, Taker
 from flowcheck.trainer.log.codec import packed
@@ -56,6 +58,9 @@ class BaseUpload:
         link = sender.begin_base()
         if link is None:
             return
+        if len(members(self._optimizer)) > 1 and (why := coupled(self._optimizer)):
+            raise UserError(f"one of several {why}: beside others its steps cannot be made again from a log",
+                            where="optimizer", remedy="the one optimizer of the job")
         parameters, constants = self._parameters(), self._constants()
         whole = sum(nbytes_of([one, self._optimizer.state.get(one)]) for one in parameters.values())
         budget = max(LEAST, math.ceil((whole + nbytes_of(dict(constants))) / steps))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class Recovered:
     model: for `model.load_state_dict`, with what modules gave besides tensors (`..._extra_state`) where the version has
         this rank's own state; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
         of a fresh start.
+    stepped: names of the parameters that the optimizer steps, in its order.
     parts: what the version has of this rank itself, by the names of PARTS: see the properties of these names.
     missing: of what it does not have why, by its path, such as "scheduler" or "user['loader']".
     status, unproven: as the version says of itself (docs/reference/checkpoint.md).
@@ -59,6 +60,7 @@ class Recovered:
     shard: str
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    stepped: Sequence[str] = ()
     parts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
     status: str = ""
@@ -135,7 +137,7 @@ class Recovered:
             self._load_log(self.log, model, given_optimizer)
             return
         pieces = pieces_of(model, given_optimizer) if is_megatron(model) else None
-        whole_state = model.state_dict() if pieces is None else pieces.entries()
+        whole_state = model.state_dict(keep_vars=True) if pieces is None else pieces.entries()
         self._check_extra(whole_state)
         held = {name: value for name, value in whole_state.items() if not is_extra(name)}
         came = {name: value for name, value in self.model.items() if not is_extra(name)}
@@ -154,8 +156,10 @@ class Recovered:
         lacks = sorted({name for group, wants in zip(groups, wanted, strict=False) for name in wants - group.keys()})
         if sizes[0] != sizes[1] or lacks:
             what = f"its groups do not say {', '.join(lacks)}" if lacks else f"its groups have {sizes[0]} parameters"
-            raise UserError(f"{self!r} is of another optimizer: {what}; here is {type(optimizer).__name__} of"
+            here = " with ".join(type(one).__name__ for one in members(optimizer))
+            raise UserError(f"{self!r} is of another optimizer: {what}; here is {here} of"
                             f" {sizes[1]}", where="recover", remedy="the optimizer of the job that made it")
+        self._check_order(held, parameters)
         # All of it is made before any of it is loaded: a rank that is refused keeps its current state.
         values = {name: _placed(name, value, held[name], exact=True) for name, value in came.items()}
         state = {
@@ -173,6 +177,20 @@ class Recovered:
         else:
             model.load_state_dict(values | extra)
             optimizer.load_state_dict(whole)
+
+    def _check_order(self, held: Mapping[str, torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+        """torch gives states to parameters by their numbers. Raises UserError: these are others here."""
+        names: dict[int, str] = {}
+        for name, value in held.items():
+            names.setdefault(id(value), name)
+        wanted = set(self.stepped)
+        here = [name for one in parameters if (name := names.get(id(one), "")) in wanted]
+        if here != list(self.stepped):
+            at = next((at for at, (one, other) in enumerate(zip(here, self.stepped, strict=False)) if one != other),
+                      min(len(here), len(self.stepped)))
+            what = f"has {here[at]!r} as its parameter {at}" if at < len(here) else f"lacks {self.stepped[at]!r}"
+            raise UserError(f"{self!r} is of another optimizer: the one here {what}", where="recover",
+                            remedy="the optimizers of the job that made it, with their parameters in its order")
 
     def _load_log(self, log: Logged, model: Any, optimizer: Any) -> None:
         try:

@@ -285,6 +285,8 @@ def _recovered(
         optimizer = _as_given(got.optimizer, got.state.get("groups", []), "groups" not in lacking)
     done = Recovered(
         version.step, epoch, version.run_id, version.shard, fetched.model | given.extra, optimizer, parts=given.parts,
+        stepped=[] if log is not None else [
+            name for group in version.optimizer.get("groups", ()) for name in group["params"]],
         missing=given.missing, status=version.status,
         unproven=version.unproven, source=fetched.source, nbytes=fetched.nbytes, seconds=fetched.seconds,
         passed=(*passed, *fetched.passed, *given.said), version_epoch=version.epoch, log=log,

@@ -174,6 +174,19 @@ def test_what_is_changed_outside_of_a_step(training, hand_node, what: str) -> No
     is_noticed(one, peer, 5)
 
 
+@pytest.mark.parametrize("kind", ["replica", "log"])
+def test_a_group_more_at_the_begin_of_an_iteration_is_joined_anew(training, hand_node, kind: str) -> None:
+    """Where layers are unfrozen."""
+    one = training(make=adam(), kind=kind)
+    peer = joined(one, hand_node)
+    one.iterate()
+    assert peer.expect("record")["iteration"] == 3
+    in_two_groups(one)
+    one.iterate()
+    assert one.attachment.state == "watching" and "groups" in one.attachment.why
+    is_noticed(one, peer, 4)
+
+
 @pytest.mark.parametrize("what", ["written in place", "clamped", "model rolled back", "momentum reset", "fused"])
 def test_what_is_changed_between_step_and_boundary(training, hand_node, what: str) -> None:
     """The version of that very iteration would be wrong."""

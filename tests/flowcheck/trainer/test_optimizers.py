@@ -11,6 +11,7 @@ import torch
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.describe.optimizers import members, optimizer_of, refresh
 
 
@@ -106,3 +107,48 @@ def test_a_state_dict_of_all_is_loaded_by_each() -> None:
     optimizer_of(here).load_state_dict(whole)
     for one, wanted in zip(here, there, strict=True):
         torch.testing.assert_close(one.state_dict(), wanted, rtol=0, atol=0)
+
+
+def zeroed(optimizer: Optimizer) -> None:
+    for entry in optimizer.state.values():
+        next(one for one in entry.values() if isinstance(one, torch.Tensor) and one.dim()).zero_()
+
+
+def replaced(optimizer: Optimizer) -> None:
+    for parameter, entry in list(optimizer.state.items()):
+        optimizer.state[parameter] = dict(entry)
+
+
+BETWEEN: dict[str, Callable[[Optimizer], Any]] = {
+    "zeroed": zeroed, "replaced": replaced, "cleared": lambda one: one.state.clear(),
+    "loaded": lambda one: one.load_state_dict(copy.deepcopy(one.state_dict())),
+    "parameters": lambda one: one.param_groups[0]["params"][0].mul_(2),
+}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("which", [0, 1], ids=["the first", "the second"])
+@pytest.mark.parametrize("what", BETWEEN)
+def test_what_is_changed_between_two_steps_is_seen(what: str, which: int, order: tuple[int, int]) -> None:
+    parameters, optimizers = made()
+    one = optimizer_of(optimizers)
+    changes = Changes(one, [], [], {})
+
+    def iterate(between: Callable[[Optimizer], Any] = lambda _: None) -> Any:
+        for each in parameters:
+            each.grad = torch.randn_like(each)
+        for number in order:
+            refresh(one)
+            changes.ready(True, number)
+            optimizers[number].step()
+            refresh(one)
+            changes.stepped(number)
+            if number == order[0]:
+                with torch.no_grad():
+                    between(optimizers[order[which]])
+        refresh(one)
+        return changes.over([1, 1])
+
+    assert [iterate() for _ in range(4)] == [None] * 4
+    found = iterate(BETWEEN[what])
+    assert found is not None and found.rule is Rule.RENEWED

@@ -89,6 +89,8 @@ def test_a_fresh_start_has_nothing_to_load() -> None:
      "b is torch.float64, and here torch.float32"),
     ({"optimizer": {**groups(2), "state": {1: {"momentum_buffer": torch.zeros(2)}}}},
      "momentum_buffer has the shape [2], and here [1]"),
+    ({"stepped": ("b", "w")}, "is of another optimizer: the one here has 'w' as its parameter 0"),
+    ({"stepped": ("w", "b", "more")}, "is of another optimizer: the one here lacks 'more'"),
 ])
 def test_what_does_not_fit_is_refused_whole(change: dict[str, Any], what: str) -> None:
     assert what in Job().refuses(replace(VERSION, **change))

@@ -14,6 +14,7 @@ from flowcheck.control.tensors import HEADER_LIMIT
 from flowcheck.errors import UserError
 from flowcheck.trainer.connection import bulk_queue
 from flowcheck.trainer.connection.sender import Sender
+from flowcheck.trainer.describe.optimizers import optimizer_of, refresh
 from flowcheck.trainer.log.base import BaseHead, BasePiece
 from flowcheck.trainer.log.codec import unpacked
 from flowcheck.trainer.log.upload import BaseUpload
@@ -47,6 +48,7 @@ class Training:
             for one in self.named.values():
                 one.grad = torch.ones_like(one)
             self.optimizer.step()
+            refresh(self.upload._optimizer)
             self.sender.put(Record(self.number, [], None, None, False))
             self.number += 1
             self.upload.over([self.sender], self.number)
@@ -96,6 +98,20 @@ class Read:
                 self.parts.append(unpacked(self._data, "part"))
                 self.whole = len(self.parts) == said["of"]
         return str(said["type"])
+
+
+def test_one_of_several_that_keeps_a_state_of_all_together_is_refused(
+    training: Training, hand_node: HandNode
+) -> None:
+    """Its first step may make that."""
+    others = torch.nn.Parameter(torch.ones(2))
+    training.upload = BaseUpload(optimizer_of([training.optimizer, torch.optim.SGD([others], lr=1.0)]),
+                                 lambda: training.named, dict)
+    peer = hand_node.welcome()
+    asked(training, peer, 1)
+    training.optimizer.state["all"] = {"norm": 1.0}
+    with pytest.raises(UserError):
+        training.iterate(1)
 
 
 def test_a_base_comes_to_its_end_over_a_link_that_takes_little(training: Training, hand_node: HandNode) -> None:
