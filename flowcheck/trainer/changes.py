@@ -110,7 +110,6 @@ class Changes:
     ) -> None:
         self._optimizer, self._constants, self._names = optimizer, list(constants), names
         self._gradients = [_Gradients(list(one)) for one in gradients]
-        self._members = members(optimizer)
         # By member and options: how far one step moves the parameters' versions.
         self._moves: dict[tuple[Any, ...], int] = {}
         self.begin()
@@ -127,7 +126,7 @@ class Changes:
         parameters = list(chain.from_iterable(self._held))
         self._looks = looks_at([*parameters, *chain.from_iterable(one.parameters for one in self._gradients),
                                 *self._constants])
-        self._windows = [_Window(looks_at(held), self._state, held) for held in map(_parameters, self._members)]
+        self._windows = [_Window(looks_at(held), self._state, held) for held in map(_parameters, members(optimizer))]
         self._versions, self._kept = self._written(), self._looks.versions(self._constants)
         self._drop()
         heard = {id(one) for each in self._gradients for one in each.parameters}
@@ -228,14 +227,14 @@ class Changes:
         return said
 
     def _of_options(self) -> tuple[list[int | None], bool]:
-        moves = [self._moves.get(self._deciding(which)) for which in range(len(self._members))]
+        moves = [self._moves.get(self._deciding(which)) for which in range(len(members(self._optimizer)))]
         return moves, list(map(_flags, self._optimizer.param_groups)) == self._flags
 
     def _deciding(self, which: int) -> tuple[Any, ...]:
         """What decides how often a step writes to a parameter."""
         return which, *(
             (bool(group.get("weight_decay")), bool(group.get("momentum")), len(group["params"]), *_flags(group))
-            for group in self._members[which].param_groups
+            for group in members(self._optimizer)[which].param_groups
         )
 
     # -- the boundary --

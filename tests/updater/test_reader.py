@@ -70,8 +70,9 @@ def test_counts_of_steps_are_those_of_their_tensors(shm):
     groups = [([name], {"lr": 1.0}) for name in "cab"]
     state = {name: {"step": torch.tensor(float(steps)), "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
              for name, steps in {"c": 7, "a": 5}.items()}
-    replica = Replica({name: torch.zeros(3) for name in "bca"}, OptimizerSpec.check("adam", groups), path=shm / "counts",
-                      run_id="run", optimizer_state=state, rounding=RoundingMode("torch-cuda-foreach", "2.13.0"))
+    replica = Replica({name: torch.zeros(3) for name in "bca"}, OptimizerSpec.check("adam", groups),
+                      path=shm / "counts", run_id="run", optimizer_state=state,
+                      rounding=RoundingMode("torch-cuda-foreach", "2.13.0"))
     with contextlib.closing(replica), Reader(shm / "counts").pinned() as version:
         for held in (replica.current, version):
             assert {name: one["step"].item() for name, one in held.optimizer_state.items()} == {"c": 7, "a": 5}

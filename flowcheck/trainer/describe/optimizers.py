@@ -58,8 +58,8 @@ class _States(dict[Any, Any]):
             state.clear()
         super().clear()
 
-    def update(self, *given: Any, **named: Any) -> None:
-        for key, value in dict(*given, **named).items():
+    def update(self, given: Any) -> None:  # type: ignore[override]
+        for key, value in dict(given).items():
             self[key] = value
 
 
@@ -109,7 +109,7 @@ def refresh(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_of(given: Any) -> Any:
-    """What is no optimizer comes back as it is. Raises UserError: two of several have one parameter."""
+    """Anything else comes back as it is. Raises UserError: two of several have one parameter."""
     found = _all(given)
     if not found or not all(isinstance(one, torch.optim.Optimizer) for one in found):
         return given

@@ -58,9 +58,9 @@ def choose_source(
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    """Raises UserError: it is none, nor several."""
+    """Raises UserError: it is neither one nor several."""
     if not hasattr(optimizer_of(optimizer), "param_groups"):
-        raise UserError(f"a {type(optimizer).__name__} is given, which is none", where="optimizer",
+        raise UserError(f"a {type(optimizer).__name__} is given, and an optimizer is wanted", where="optimizer",
                         remedy="an optimizer, or a list or dict of optimizers alone")
 
 

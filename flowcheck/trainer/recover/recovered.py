@@ -126,13 +126,7 @@ class Recovered:
         and optimizer are then as before. All ranks call it, if they recovered together."""
         given_optimizer, optimizer = optimizer, optimizer_of(optimizer)
         model = model if is_megatron(model) else chunks_of(model)
-        for given, fits, name in (
-            (model, isinstance(model, torch.nn.Module) or is_megatron(model), "model"),
-            (optimizer, isinstance(optimizer, torch.optim.Optimizer), "optimizer"),
-        ):
-            if not fits:
-                raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
-                                remedy="recovered.load(model, optimizer)")
+        _check_given(model, optimizer)
         if self.log is not None:
             self._load_log(self.log, model, given_optimizer)
             return
@@ -264,6 +258,17 @@ class Recovered:
             f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.version_epoch}, {self.status}{open_}, from"
             f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken}{why})"
         )
+
+
+def _check_given(model: Any, optimizer: Any) -> None:
+    """Raises UserError for one that is something else."""
+    for given, fits, name in (
+        (model, isinstance(model, torch.nn.Module) or is_megatron(model), "model"),
+        (optimizer, isinstance(optimizer, torch.optim.Optimizer), "optimizer"),
+    ):
+        if not fits:
+            raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
+                            remedy="recovered.load(model, optimizer)")
 
 
 class _User(dict[str, Any]):

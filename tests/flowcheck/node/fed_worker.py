@@ -201,8 +201,8 @@ def main(given: dict[str, Any]) -> None:
     if node:
         attachment = flowcheck.attach(
             chunks if isinstance(model, Chunks) else model, handed, node=node, token=TOKEN, run_id="fed",
-            epoch=epoch, iteration=step, checksum_every=5, kind=given.get("kind", "log"), source="feed",
-            scheduler=None if len(schedules) > 1 else schedules[0])
+            epoch=epoch, iteration=step, checksum_every=5, kind=given.get("kind", "log"),
+            source=given.get("source", "feed"), scheduler=None if len(schedules) > 1 else schedules[0])
     die, instant = given.get("die") or (-1, "")
     print(json.dumps({"step": step, "whence": str(whence), "hash": hashed(bare, optimizer)}), flush=True)
     while step < given["until"]:

@@ -188,7 +188,7 @@ def goes_on(
 
 
 @pytest.mark.parametrize(("how", "instant"), [
-    pytest.param({}, "backward", id="ddp"), pytest.param({"sharded": True}, "step", id="fsdp2"),
+    pytest.param({"source": "auto"}, "backward", id="ddp"), pytest.param({"sharded": True}, "step", id="fsdp2"),
     pytest.param({"instances": 1, "kind": "replica", "experts": True, "chunks": 2}, "step", id="megatron-replica"),
     pytest.param({"optimizers": ("muon", "adamw")}, "step", id="muon-adamw"),
     *(pytest.param(how, instant, id=name, marks=pytest.mark.slow) for name, how, instant in [
