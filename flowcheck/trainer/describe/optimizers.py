@@ -29,18 +29,27 @@ class _States(dict[Any, Any]):
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__()
+        self._optimizers = optimizers
         self.kept = [one.state for one in optimizers]
-        self._home = {id(parameter): one.state for one in optimizers for parameter in _parameters(one)}
         self.reread()
 
     def reread(self) -> None:
-        """They have stepped since."""
+        """They have stepped since. What one still keeps of a parameter that another has by now is nobody's."""
         super().clear()
-        for state in self.kept:
-            super().update(state)
+        own = [dict.fromkeys(_parameters(one)) for one in self._optimizers]
+        for mine, state in zip(own, self.kept, strict=True):
+            foreign = set() if state.keys() <= mine.keys() else {
+                id(key) for key in state.keys() - mine.keys() if any(key in theirs for theirs in own)}
+            super().update({key: value for key, value in state.items() if id(key) not in foreign} if foreign else state)
+
+    def _home(self, key: Any) -> Any:
+        for one, state in zip(self._optimizers, self.kept, strict=True):
+            if any(key is parameter for parameter in _parameters(one)):
+                return state
+        raise KeyError(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self._home[id(key)][key] = value
+        self._home(key)[key] = value
         super().__setitem__(key, value)
 
     def __delitem__(self, key: Any) -> None:

@@ -76,6 +76,22 @@ def test_groups_and_state_are_as_the_optimizers_have_them() -> None:
     assert one.param_groups is not groups and one.state is not state  # whoever has looked at these sees it
 
 
+@pytest.mark.parametrize("to", [0, 1], ids=["to the first", "to the second"])
+def test_what_an_optimizer_keeps_of_a_parameter_that_went_to_another_is_not_its_state(to: int) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(3)) for _ in range(4)]
+    optimizers: list[Optimizer] = [AdamW(parameters[:2]), AdamW(parameters[2:])]
+    one = optimizer_of(optimizers)
+    step(parameters, optimizers)
+    refresh(one)
+    moved = optimizers[1 - to].param_groups[0]["params"].pop(0)
+    optimizers[to].param_groups[0]["params"].append(moved)
+    refresh(one)
+    assert moved in optimizers[1 - to].state and moved not in one.state
+    step(parameters, optimizers)
+    refresh(one)
+    assert one.state[moved] is optimizers[to].state[moved] and len(one.state) == 4
+
+
 def test_what_is_written_is_written_to_the_optimizer_that_has_the_parameter() -> None:
     parameters, optimizers = made()
     one = optimizer_of(optimizers)
