@@ -1,7 +1,7 @@
 """In which order a trainer's optimizer rounds: the manifest's `optimizer.rounding` and `torch_version`.
 
-A trainer calls it once, before it writes the manifest. What the replica cannot follow bit
-for bit is refused here, where the remedy is.
+A trainer calls it once, before it writes the manifest. What the replica cannot follow bit for bit is refused here,
+where the remedy is.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ def choose_source(
                 part.close()
             if asked == MIRROR:
                 raise
-            say(f'gradients are sent (source="feed"), because no mirror can be read: {error.where}: {error.what}')
+            if dist.get_rank() == 0:  # one line of a job
+                say(f'gradients are sent (source="feed"), because no mirror can be read: {error.where}: {error.what}')
     parts = [Sent(part) for part in parts_of(model, optimizer, kind, sent_part)]
     _check_optimizer(optimizer)
     if kind == LOG:

@@ -15,6 +15,7 @@ It has the face of a Watch (describe/description.py) for whoever follows a part.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ NOT_FOLLOWED = "no node was ready for gradients when the step was made"
 NOT_LAST = "another hook came between the copy of gradients and the optimizer's update"
 EARLY = "gradients were formed since the optimizer's last step: is attachment.step() called before optimizer.step()?"
 MEASURED = 10
+_log = logging.getLogger("flowcheck")
 UNTAKEN = "no gradients were taken: the optimizer's step was not heard"
 
 
@@ -86,7 +88,7 @@ class Feed:
         self._slots: Slots | None = None  # None: it is not known yet, or this rank has no share
         self._taken: Slot | None = None
         self._empty = False  # all that this rank has to send has no elements
-        self._cost = _Cost(say)
+        self._cost = _Cost(say if dist.get_rank() == 0 else _log.info)  # one line of a job
         self._formed = False  # gradients, since the last step
         self._listener: Any = None  # hears that
         self._why = UNTAKEN
