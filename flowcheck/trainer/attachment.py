@@ -42,7 +42,7 @@ from flowcheck.trainer.cadence import Cadence
 from flowcheck.trainer.changes import Changes, Rule
 from flowcheck.trainer.connection.sender import Sender
 from flowcheck.trainer.describe.described import Model, check_gradients
-from flowcheck.trainer.describe.optimizers import members, optimizer_of, refresh
+from flowcheck.trainer.describe.optimizers import members, optimizer_of, parameters_of, refresh
 from flowcheck.trainer.describe.parts import Part
 from flowcheck.trainer.feed.choice import AUTO, choose_source
 from flowcheck.trainer.following import Following, serve
@@ -177,8 +177,7 @@ class Attachment(IterationInputs):
             self._changes = changes
         else:
             self._listen(changes, modules)
-        held = [one for group in self._optimizer.param_groups for one in group["params"]]
-        if self._cadence.every and any(one.is_cpu for one in held):
+        if self._cadence.every and any(one.is_cpu for one in parameters_of(self._optimizer)):
             library()  # where it has to be compiled, not within an iteration
 
     def _extra(self) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from flowcheck.trainer.boundary import places_of
-from flowcheck.trainer.describe.optimizers import members
+from flowcheck.trainer.describe.optimizers import members, parameters_of
 from flowcheck.trainer.looks import MOVED, OTHERS, WRITTEN, look, looks_at
 from flowcheck.trainer.unchanged import Unchanged
 
@@ -126,7 +126,7 @@ class Changes:
         parameters = list(chain.from_iterable(self._held))
         self._looks = looks_at([*parameters, *chain.from_iterable(one.parameters for one in self._gradients),
                                 *self._constants])
-        self._windows = [_Window(looks_at(held), self._state, held) for held in map(_parameters, members(optimizer))]
+        self._windows = [_Window(looks_at(held), self._state, held) for held in map(parameters_of, members(optimizer))]
         self._versions, self._kept = self._written(), self._looks.versions(self._constants)
         self._drop()
         heard = {id(one) for each in self._gradients for one in each.parameters}
@@ -281,10 +281,6 @@ class Changes:
             return self._written()
         self.trained = looked[1]
         return int(looked[0])
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _flags(group: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
     optimizer = optimizer_of(given)     what a script has: torch's own, a list or dict of them, torchtitan's container,
                                         what get_megatron_optimizer gave
     members(optimizer)                  the optimizers that step: it, or those in it
+    parameters_of(optimizer)            that it has
     refresh(optimizer)                  before what it keeps is looked at: of several it is kept by each
 
 Groups of several are those of all, in this order; so is their state, by parameter. torch and the standard library.
@@ -10,7 +11,7 @@ Groups of several are those of all, in this order; so is their state, by paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from operator import is_not
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from flowcheck.errors import UserError
 from flowcheck.trainer.describe.megatron_pieces import torch_optimizers
 
-__all__ = ["Several", "members", "optimizer_of", "refresh"]
+__all__ = ["Several", "members", "optimizer_of", "parameters_of", "refresh"]
 
 
 class _States(dict[Any, Any]):
@@ -36,7 +37,7 @@ class _States(dict[Any, Any]):
     def reread(self) -> None:
         """They have stepped since. What one still keeps of a parameter that another has by now is nobody's."""
         super().clear()
-        own = [dict.fromkeys(_parameters(one)) for one in self._optimizers]
+        own = [dict.fromkeys(parameters_of(one)) for one in self._optimizers]
         for mine, state in zip(own, self.kept, strict=True):
             foreign = set() if state.keys() <= mine.keys() else {
                 id(key) for key in state.keys() - mine.keys() if any(key in theirs for theirs in own)}
@@ -44,7 +45,7 @@ class _States(dict[Any, Any]):
 
     def _home(self, key: Any) -> Any:
         for one, state in zip(self._optimizers, self.kept, strict=True):
-            if any(key is parameter for parameter in _parameters(one)):
+            if any(key is parameter for parameter in parameters_of(one)):
                 return state
         raise KeyError(key)
 
@@ -124,7 +125,7 @@ def optimizer_of(given: Any) -> Any:
         return given
     if len(found) == 1:
         return found[0]
-    held = [id(parameter) for one in found for parameter in _parameters(one)]
+    held = [id(parameter) for one in found for parameter in parameters_of(one)]
     if len(set(held)) < len(held):
         what = "one of several is there twice" if len(set(map(id, found))) < len(found) else (
             "two of several have the same parameter")
@@ -153,5 +154,6 @@ def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]
     return [group for one in optimizers for group in one.param_groups]
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Group by group."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

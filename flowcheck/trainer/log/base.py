@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.describe.optimizers import members
+from flowcheck.trainer.describe.optimizers import members, parameters_of
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.copies import TensorCopy, copy_of, nbytes_of, on_host
 
@@ -186,7 +186,7 @@ class Taker:
         return Taken(head, pieces)
 
     def _head(self) -> BaseHead:
-        held = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+        held = set(map(id, parameters_of(self._optimizer)))
         state: Mapping[Any, Any] = self._optimizer.state
         others = {key: value for key, value in state.items() if id(key) not in held}
         for key in others:

@@ -26,7 +26,7 @@ from torch.optim import optimizer as all_optimizers
 
 from flowcheck.control.checksum import begin_checksums
 from flowcheck.errors import FlowcheckError, UserError
-from flowcheck.trainer.describe.optimizers import members, refresh
+from flowcheck.trainer.describe.optimizers import members, parameters_of, refresh
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BasePiece, Made, groups_of
 from flowcheck.trainer.log.copies import live
@@ -185,7 +185,7 @@ class _Run:
         self, parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, base: Base
     ) -> None:
         self._parameters, self._optimizer, self._base = parameters, optimizer, base
-        self._all = [one for group in optimizer.param_groups for one in group["params"]]
+        self._all = parameters_of(optimizer)
         self._begin: dict[int, list[BasePiece]] = {}
         for piece in base.pieces.values():
             self._begin.setdefault(piece.step, []).append(piece)
@@ -297,7 +297,7 @@ class Before:
         self._optimizer = optimizer
         self._values = [(one, local(one).detach().clone()) for one in parameters.values()]
         self._gradients = [(one, one.grad, getattr(one, "grad_dtype", None))
-                           for group in optimizer.param_groups for one in group["params"]]
+                           for one in parameters_of(optimizer)]
         self._state = dict(optimizer.state)
         self._groups = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.describe.optimizers import members
+from flowcheck.trainer.describe.optimizers import members, parameters_of
 from flowcheck.trainer.describe.parts import local, stepped
 
 __all__ = ["coupled", "refused"]
@@ -127,7 +127,7 @@ def refused(optimizer: Any, parameters: Mapping[str, torch.Tensor], at_once: boo
         if coupled(one):
             return UserError(f"{type(one).__name__} {coupled(one)}: beside other optimizers its steps cannot be made"
                              " again from a log", where="optimizer", remedy="the one optimizer of the job")
-        held = {id(parameter) for group in one.param_groups for parameter in group["params"]}
+        held = set(map(id, parameters_of(one)))
         mine = {name: parameter for name, parameter in parameters.items() if id(parameter) in held}
         if (error := _refused(one, mine, at_once)) is not None:
             return error
@@ -187,7 +187,7 @@ def _rounding(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _other_state(optimizer: torch.optim.Optimizer) -> str:
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    held = set(map(id, parameters_of(optimizer)))
     state: Mapping[Any, Any] = optimizer.state
     other = next((key for key in state if id(key) not in held), None)
     return f"keeps state of all parameters together, under {other!r}" if isinstance(other, str) else (
@@ -198,7 +198,7 @@ def _unnamed(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor], error: Callable[[str, str], UserError]
 ) -> UserError | None:
     named = [id(one) for one in parameters.values()]
-    held = {id(one): one for group in optimizer.param_groups for one in group["params"]}
+    held = {id(one): one for one in parameters_of(optimizer)}
     for one in held.values():
         if stepped(one) and id(one) not in named:
             return error(f"has a parameter of shape {tuple(one.shape)} that has no name", "the parameters of the model")

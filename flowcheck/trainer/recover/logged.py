@@ -27,7 +27,7 @@ from flowcheck.ask.receiving import AskError
 from flowcheck.ask.sources import when_free
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import Job
-from flowcheck.trainer.describe.optimizers import members
+from flowcheck.trainer.describe.optimizers import members, parameters_of
 from flowcheck.trainer.describe.parts import local
 from flowcheck.trainer.log.base import Base, BaseHead, BasePiece
 from flowcheck.trainer.log.codec import record_of, unpacked
@@ -226,7 +226,7 @@ class _Work:
     def __init__(self, entries: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
         self._held = entries
         self._optimizer = optimizer
-        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        stepped = set(map(id, parameters_of(optimizer)))
         self._before = Before({name: one for name, one in self._held.items() if id(one) in stepped}, optimizer)
 
     def restore(self) -> None:

@@ -13,7 +13,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.version_status import UNVERIFIED, VERIFIED, VersionStatus
 from flowcheck.trainer.describe.extra import is_extra
 from flowcheck.trainer.describe.megatron_pieces import is_megatron, pieces_of
-from flowcheck.trainer.describe.optimizers import members, optimizer_of
+from flowcheck.trainer.describe.optimizers import members, optimizer_of, parameters_of
 from flowcheck.trainer.describe.parts import chunks_of, local
 from flowcheck.trainer.recover.logged import Loaded, Logged
 from flowcheck.trainer.recover.own import PARTS, Given
@@ -128,7 +128,7 @@ class Recovered:
         model = model if is_megatron(model) else chunks_of(model)
         _check_given(model, optimizer)
         if self.log is not None:
-            self._load_log(self.log, model, given_optimizer)
+            self._load_log(self.log, model, given_optimizer, optimizer)
             return
         pieces = pieces_of(model, given_optimizer) if is_megatron(model) else None
         whole_state = model.state_dict(keep_vars=True) if pieces is None else pieces.entries()
@@ -136,7 +136,7 @@ class Recovered:
         held = {name: value for name, value in whole_state.items() if not is_extra(name)}
         came = {name: value for name, value in self.model.items() if not is_extra(name)}
         extra = {name: value for name, value in self.model.items() if is_extra(name)}
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         groups = self.optimizer.get("param_groups", ())
         numbers = [number for group in groups for number in group["params"]]
         if not self or held.keys() != came.keys() or len(numbers) != len(parameters):
@@ -186,9 +186,10 @@ class Recovered:
             raise UserError(f"{self!r} is of another optimizer: the one here {what}", where="recover",
                             remedy="the optimizers of the job that made it, with their parameters in its order")
 
-    def _load_log(self, log: Logged, model: Any, optimizer: Any) -> None:
+    def _load_log(self, log: Logged, model: Any, given: Any, optimizer: torch.optim.Optimizer) -> None:
+        """given: by the script; optimizer: what steps in it."""
         try:
-            pieces = pieces_of(model, optimizer, log=True) if is_megatron(model) else None
+            pieces = pieces_of(model, given, log=True) if is_megatron(model) else None
             module: torch.nn.Module = model if pieces is None else pieces.module
             entries = module.state_dict(keep_vars=True)
             self._check_extra(entries)
@@ -197,8 +198,8 @@ class Recovered:
             raise
         held = entries if pieces is None else pieces.entries()
         self._becomes(log.load(
-            {name: value for name, value in held.items() if not is_extra(name)}, optimizer_of(optimizer),
-            lambda step, given: self._check_back(entries, step, given)))
+            {name: value for name, value in held.items() if not is_extra(name)}, optimizer,
+            lambda step, came: self._check_back(entries, step, came)))
         if pieces is not None:
             pieces.to_model()
         for name, value in self.model.items():
